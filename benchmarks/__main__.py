@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import elastic, hosts, launch
+from benchmarks import elastic, hosts, launch, simulation
 from benchmarks.question import ROOT, add_flags, sizes
 from benchmarks.report import Report, load_report, markdown, print_verdicts
 
@@ -29,7 +29,12 @@ QUESTIONS = (
 # cluster; torch and torch_memory need torch.
 ON_DEMAND = ("scale", "spark", "torch", "torch_memory")
 # They have flags of their own, and start their jobs themselves.
-ON_HOSTS = {"hosts": hosts.main, "launch": launch.main, "elastic": elastic.main}
+ON_HOSTS = {
+    "hosts": hosts.main,
+    "launch": launch.main,
+    "elastic": elastic.main,
+    "simulation": simulation.main,
+}
 
 
 def main() -> int:

@@ -163,7 +163,7 @@ class Table:
             try:
                 # The rates of ResNet-50 are questions of their own here only.
                 names = [name.partition("-")[0] for name in chosen]
-                self._start(shape, ["benchmarks.hosts_ranks", *flags, *names], folder)
+                run_job(self._site, shape, ["benchmarks.hosts_ranks", *flags, *names], folder)
             finally:
                 self._bed.limit("")
             return load_run(path)
@@ -174,35 +174,16 @@ class Table:
         figures = []
         for name, kind in ((probe.OURS, OURS), (probe.RAW, PEER)):
             with job_directory() as folder:
-                self._start(shape, ["benchmarks.probe", name, str(folder), "0", str(seconds)], folder)
+                run_job(self._site, shape, ["benchmarks.probe", name, str(folder), "0", str(seconds)], folder)
                 found = [json.loads(path.read_text())["idle"] for path in folder.glob("[0-9]*.json")]
             figures.append(Figures.of(name, kind, [max(found)]))
         with job_directory() as folder:
             path = folder / "machine.json"
-            self._start(shape, ["benchmarks.machine", str(path)], folder)
+            run_job(self._site, shape, ["benchmarks.machine", str(path)], folder)
             machine = msgspec.json.decode(path.read_bytes(), type=Machine)
         outcome = Outcome(_label(shape, f"{seconds} s idle"), 0, "%", figures)
         notes = ["of one core, over all threads of the busiest process"]
         return Run(sum(ranks_of(shape)), machine, mpi_short(machine.mpi), [outcome], notes)
-
-    def _start(self, shape: str, module: Sequence[str], folder: Path) -> None:
-        """Run a module on the hosts; end the program if that fails."""
-        command = self._site.command(ranks_of(shape), sys.executable, "-m", *module)
-        settings = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT)}
-        job = MpiJob(command, folder, settings, ROOT)
-        try:
-            ended = job.wait(time.time() + _JOB_S)
-            if not ended:
-                job.dump_stacks()
-        finally:
-            job.kill()
-        if not ended or job.process.returncode:
-            how = (
-                f"failed (exit code {job.process.returncode})"
-                if ended
-                else f"had not ended after {_JOB_S:g} s"
-            )
-            raise SystemExit("\n".join([f"{module[0]} on {shape} {how}", *job.output()]))
 
     def _tell(self, number: int, text: str) -> None:
         if sys.stderr.isatty():
@@ -212,6 +193,22 @@ class Table:
                 end="",
                 file=sys.stderr,
             )
+
+
+def run_job(site: Site, shape: str, module: Sequence[str], folder: Path) -> None:
+    """Run a module on the hosts of a shape; end the program if that fails."""
+    command = site.command(ranks_of(shape), sys.executable, "-m", *module)
+    settings = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT)}
+    job = MpiJob(command, folder, settings, ROOT)
+    try:
+        ended = job.wait(time.time() + _JOB_S)
+        if not ended:
+            job.dump_stacks()
+    finally:
+        job.kill()
+    if not ended or job.process.returncode:
+        how = f"failed (exit code {job.process.returncode})" if ended else f"had not ended after {_JOB_S:g} s"
+        raise SystemExit("\n".join([f"{module[0]} on {shape} {how}", *job.output()]))
 
 
 def merged(runs: Iterable[Sequence[Run]]) -> list[Run]:
@@ -301,7 +298,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="example: python -m benchmarks hosts --shapes 2x1,2x2 --questions latency,large --runs 1",
     )
     parser.add_argument(
-        "--shapes", type=_shapes, default=SHAPES, help=f"hosts x ranks (default: {','.join(SHAPES)})"
+        "--shapes", type=shapes_of, default=SHAPES, help=f"hosts x ranks (default: {','.join(SHAPES)})"
     )
     parser.add_argument(
         "--questions", type=_questions, default=tuple(QUESTIONS), help=f"(default: {','.join(QUESTIONS)})"
@@ -330,7 +327,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _shapes(text: str) -> tuple[str, ...]:
+def shapes_of(text: str) -> tuple[str, ...]:
+    """Parse shapes that are separated by commas."""
     for shape in (found := tuple(text.split(","))):
         ranks_of(shape)
     return found

@@ -17,8 +17,8 @@ from pyhvd.testing.simulation.clock import Process
 from pyhvd.testing.simulation.network import Wires
 
 _SETS = 1
-MARK_S = 0.3e-6
-"""CPU time (s) of marking one tensor, or of carrying out one: docs/performance.md, small cached tensors."""
+MARK_S = 0.15e-6
+"""CPU time (s) of marking a tensor, or of carrying one out: half a cached call's, by docs/performance.md."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ The formulas are those of docs/mechanisms.md, "What a collective costs"; they fo
    ranks than cores, they take turns.
 3. More hosts use MPI: pieces follow one another without overlap.
 
-Left out: losses and queues of the network; ranks that enter late; opening a process set.
+Left out: losses and queues of the network; that fewer chunks are in flight on slow links; caches, beside the
+rates that a machine is said to have; opening a process set.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Cost:
     cpu : float
         Seconds of work, in its copies, sums and system calls, of the busiest core.
     latency : float
-        Seconds that its steps wait for messages to arrive, apart from steps that overlap.
+        Seconds for which neither works: its steps wait for messages to arrive.
     """
 
     seconds: float
@@ -199,11 +200,11 @@ class DataPath:
                 continue
             busy, wire = chunks.cpu * turns, chunks.wire / self.network.rate * _ON_WIRE
             wait = chunks.steps * self.network.latency
-            way = busy + wire + wait
-            period = max(busy, wire, way / shared_memory.ACROSS_SLOTS)
-            # The link carries the next chunk's bytes while it waits for this one's to arrive.
-            seconds += chunks.count * period + (way - period if not seconds else 0.0)
-            latency = max(latency, wait)
+            way, slowest = busy + wire + wait, max(busy, wire)
+            period = max(slowest, way / shared_memory.ACROSS_SLOTS)
+            later = chunks.count - int(not seconds)  # than the first chunk of the stretch
+            seconds += later * period + (0.0 if seconds else way)
+            latency += later * (period - slowest) + (0.0 if latency else wait)
             link += chunks.count * wire
             cpu += chunks.count * busy
         return Cost(seconds, link, cpu, latency)
@@ -229,8 +230,8 @@ class _Work:
         return nbytes / self.machine.reduce
 
     def frames(self, count: float, nbytes: float) -> float:
-        """Return the CPU time of sending so many frames with so many bytes in all, and receiving as many."""
-        return 2 * (count * self.machine.frame + nbytes * self.machine.tcp)
+        """Return the CPU time of sending or receiving frames, with so many bytes in all."""
+        return count * self.machine.frame + nbytes * self.machine.tcp
 
     def enters(self, parts: float = 1.0) -> _Stretch:
         """Return what a collective costs that Python lays out, in so many parts."""
@@ -279,7 +280,7 @@ class _Links(_Work):
     def _flat(self, nbytes: int) -> _Chunks:
         """Return a reduction in one step: each rank reduces all, and sends the host's result on its rail."""
         local = self.copies(nbytes) + (self.sums(nbytes * self.local) if self.local > 1 else 0.0)
-        across = self.frames(self.others, nbytes * self.others) + self.sums(nbytes * self.hosts)
+        across = self.frames(2 * self.others, 2 * nbytes * self.others) + self.sums(nbytes * self.hosts)
         return _Chunks(
             1,
             self.machine.chunk + local + (across if self.others else 0.0),
@@ -303,7 +304,7 @@ class _Links(_Work):
             sent, steps, across = part * others, 1, self.sums(part * hosts)
         else:
             sent, steps, across = 2 * part * others / hosts, 2, self.sums(part)
-        cpu = self.machine.chunk + local + across + self.frames(steps * others, sent)
+        cpu = self.machine.chunk + local + across + self.frames(2 * steps * others, 2 * sent)
         return _Chunks(count, cpu, sent * self.local, steps)
 
     def _reducescatter(self) -> Iterable[_Stretch]:
@@ -331,9 +332,8 @@ class _Links(_Work):
             for level in range(math.ceil(math.log2(self.p))):
                 half = piece / 2 ** (level + 1)
                 across = half * self.local if 2**level >= self.local and self.others else 0.0
-                move = self._moved(
-                    across or half, 2, across, half if across and self.local == 1 else 2 * half
-                )
+                copied = half if across and self.local == 1 else 2 * half
+                move = self._moved(across or half, 2, across, copied)
                 yield self.enters(3)
                 yield [move]
                 yield [_Chunks(1, self.sums(4 * half))]
@@ -355,7 +355,8 @@ class _Links(_Work):
 
     def _broadcast(self) -> Iterable[_Stretch]:
         yield self.enters()
-        yield [self._moved(self.n, 1, self.n * self.others, self.n if self.local > 1 else 0.0)]
+        copied = self.n if self.local > 1 else 0.0
+        yield [self._moved(self.n, 1, self.n * self.others, copied, both=False)]
 
     def _alltoall(self) -> Iterable[_Stretch]:
         """Yield the counts: to their receivers, among local ranks, and the largest; then the rows."""
@@ -367,11 +368,22 @@ class _Links(_Work):
         copied = 2 * self.n if self.local > 1 else self.n / self.p
         yield [self._moved(block, 2 * self.others, block * self.others, copied)]
 
-    def _moved(self, lane: float, lanes: int, wire: float, copied: float) -> _Chunks:
-        """Return a move, from the bytes of a lane, the lanes, and what a host sends and a rank copies."""
+    def _moved(self, lane: float, lanes: int, wire: float, copied: float, both: bool = True) -> _Chunks:
+        """Return a move.
+
+        Parameters
+        ----------
+        lane, lanes : float, int
+            Bytes of a lane, and the number of lanes that share a slot.
+        wire, copied : float
+            Bytes that a host sends, and that a rank copies.
+        both : bool
+            Whether the busiest host receives as many bytes as it sends.
+        """
         count = max(math.ceil(lane * max(lanes, 1) / self.local / self.chunk), 1)
-        sent = self.frames(self.others, wire / self.local / count) if wire else 0.0
-        cpu = self.machine.chunk + sent + self.copies(copied / count)
+        ways = (1 + both) * int(wire > 0)
+        moved = self.frames(ways * self.others, ways * wire / self.local / count)
+        cpu = self.machine.chunk + moved + self.copies(copied / count)
         return _Chunks(count, cpu, wire / count, int(wire > 0))
 
 
@@ -450,4 +462,4 @@ class _Mpi(_Work):
     def _messages(self, count: int, nbytes: float, wire: float, steps: int) -> _Chunks:
         """Return messages of a rank, with what it sends in all, and what its host sends to others."""
         message = 2 * count * self.network.message_cpu
-        return _Chunks(1, message + self.frames(0, nbytes), wire, steps)
+        return _Chunks(1, message + self.frames(0, 2 * nbytes), wire, steps)

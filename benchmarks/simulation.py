@@ -1,0 +1,244 @@
+"""``python -m benchmarks simulation``: steps between hosts, measured and by pyhvd.testing.simulate.
+
+The hosts are namespaces of this machine (tests/bed.py), which share its cores. The machine's rates and
+latency are measured beside the steps, by programs that know nothing of them (simulation_probe.py): nothing is
+fitted to the steps. The value of a target says how many times too long, or too short, the simulated step is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from benchmarks import hosts
+from benchmarks.harness import OURS, PEER, Figures, Outcome
+from benchmarks.machine import Machine as Described, mpi_short
+from benchmarks.report import Report, Run, Verdict
+from benchmarks.simulation_ranks import KINDS, Kind
+from pyhvd.testing.simulation import Machine, Network, Tensor, simulate, training
+from tests.bed import Bed, bed, why_not
+from tests.hosts.launch import Site
+from tests.mpi.launch import ROOT, job_directory, mpi_version
+
+TITLE = "simulation: steps on simulated hosts, measured, and predicted by pyhvd.testing.simulate"
+SHAPES = ("2x1", "2x2", "4x1")
+MEASURED, SIMULATED = "measured", "simulated"
+# The links' rates in the names of cases, and in bytes per second; without a limit the cores alone limit them.
+RATES = {"": ("", 1e12), "1gbit": (", 1 Gbit/s", 1e9 / 8)}
+_STEPS = 6
+_PORT = 7900
+_PROBE = ("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "benchmarks.simulation_probe")
+_PROBE_S = 60.0
+# How many times too long or too short a simulated step may be, and should be.
+_ASKED, _HOPED = 1.25, 1.1
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What the probes found.
+
+    Attributes
+    ----------
+    machine : dict of str to float
+        Rates and CPU times, by their names in simulation_probe.py.
+    latency : list of (float, float)
+        How many processes share a core, and the seconds of a message, apart from the calls at both ends.
+    """
+
+    machine: dict[str, float]
+    latency: list[tuple[float, float]]
+
+    def latency_at(self, turns: float) -> float:
+        """Return the latency if so many ranks share a core."""
+        (few, fast), (many, slow) = self.latency
+        share = min(max((turns - few) / (many - few), 0.0), 1.0) if many > few else 0.0
+        return fast + share * (slow - fast)
+
+    def predict(self, shape: str, kind: Kind, rate: float) -> float:
+        """Return the seconds of a step, by the simulator."""
+        ranks, cores, has = hosts.ranks_of(shape), os.cpu_count() or 1, self.machine
+        turns = max(sum(ranks) / cores, 1.0)
+        network = Network(
+            latency=self.latency_at(turns), rate=rate, wake=has["wake"], message_cpu=has["message"] * turns
+        )
+        machine = Machine(
+            copy=has["copy"],
+            reduce=has["reduce"],
+            tcp=has["tcp"],
+            frame=has["frame"],
+            cores=cores,
+            shared_cores=True,
+        )
+        tensors = [Tensor(str(t), 4 * count) for t, count in enumerate(kind.counts)]
+        program = training(tensors, kind.compute, _STEPS, kind.parts)
+        job = simulate(len(ranks), ranks[0], program, network, machine=machine, cpu=has["call"] * turns)
+        return statistics.median(step.seconds for step in job.steps[-_STEPS // 2 :])
+
+
+class Bench:
+    """Measures steps and the machine, in turns."""
+
+    def __init__(self, made: Bed, folder: Path, given: argparse.Namespace) -> None:
+        self._bed = made
+        self._site = Site(made, folder)
+        self._given = given
+        self.samples: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        """Measure the machine, and then each job once."""
+        found = self.measure_machine()
+        for shape in self._given.shapes:
+            for rate, (text, speed) in RATES.items():
+                times = self._times(shape, rate)
+                for kind in KINDS:
+                    of = self.samples.setdefault((shape, kind.name, text), {MEASURED: [], SIMULATED: []})
+                    of[MEASURED] += times[kind.name]
+                    of[SIMULATED].append(found.predict(shape, kind, speed))
+
+    def _times(self, shape: str, rate: str) -> dict[str, list[float]]:
+        """Run a job; return the times of the steps of each kind, by its name."""
+        with job_directory() as folder:
+            path = folder / "times.json"
+            self._bed.limit(rate)
+            try:
+                module = ["benchmarks.simulation_ranks", str(path), str(int(bool(rate)))]
+                hosts.run_job(self._site, shape, module, folder)
+            finally:
+                self._bed.limit("")
+            times: dict[str, list[float]] = json.loads(path.read_text())
+        return times
+
+    def report(self) -> list[Run]:
+        """Return the figures of all runs, for each shape."""
+        with job_directory() as folder:
+            path = folder / "machine.json"
+            hosts.run_job(self._site, self._given.shapes[0], ["benchmarks.machine", str(path)], folder)
+            machine = msgspec.json.decode(path.read_bytes(), type=Described)
+        found = []
+        for shape in self._given.shapes:
+            outcomes = [
+                Outcome(
+                    f"{shape}, {name}{rate}",
+                    4 * sum(next(kind.counts for kind in KINDS if kind.name == name)),
+                    "s",
+                    [Figures.of(MEASURED, OURS, of[MEASURED]), Figures.of(SIMULATED, PEER, of[SIMULATED])],
+                )
+                for (of_shape, name, rate), of in self.samples.items()
+                if of_shape == shape
+            ]
+            ranks = sum(hosts.ranks_of(shape))
+            found.append(Run(ranks, machine, mpi_short(machine.mpi), outcomes, self.notes))
+        return found
+
+    def measure_machine(self) -> Measures:
+        """Measure the machine with every core busy; the latency with one process on a core, and with two."""
+        cores = os.cpu_count() or 1
+        pairs = max(cores // 2, 1)
+        found = run_probes([[*_PROBE, "memory"]] * cores) | run_probes([[*_PROBE, "calls"]])
+        found |= self._probe_pairs("bulk", 2 * pairs)
+        fast, slow = (self._probe_pairs("latency", count) for count in (pairs, 2 * pairs))
+        found["message"] = fast["message"]
+        found["wake"] = max(self._probe_pairs("waking", 1)["woken"] - 2 * fast["latency"], 0.0)
+        latency = [
+            (2 * count / cores, max(each["latency"] - 2 * fast["message"], 0.0))
+            for count, each in ((pairs, fast), (2 * pairs, slow))
+        ]
+        self.notes.append(note_of(found, latency))
+        return Measures(found, latency)
+
+    def _probe_pairs(self, kind: str, pairs: int) -> dict[str, float]:
+        """Run a probe between so many pairs of hosts at once."""
+        at, commands = list(self._bed.hosts.values()), []
+        for pair in range(pairs):
+            one, other = at[2 * pair % len(at)], at[(2 * pair + 1) % len(at)]
+            arguments = [*_PROBE, kind, str(_PORT + pair)]
+            commands += [one.command(arguments), other.command([*arguments, one.address])]
+        return run_probes(commands)
+
+
+def run_probes(commands: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Run probes at once; return the median of each figure."""
+    started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, cwd=ROOT) for each in commands]
+    try:
+        found = [json.loads(each.communicate(timeout=_PROBE_S)[0]) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: statistics.median(each[name] for each in found if name in each) for name in names}
+
+
+def note_of(found: dict[str, float], latency: Sequence[tuple[float, float]]) -> str:
+    """Return the line for the report on a machine."""
+    delays = ", ".join(f"{1e6 * seconds:.1f} us with {turns:g} to a core" for turns, seconds in latency)
+    return (
+        f"a core copies {found['copy'] / 1e9:.0f} GB/s and reduces {found['reduce'] / 1e9:.0f} GB/s;"
+        f" TCP takes it {1e9 * found['tcp']:.3f} ns a byte and {1e6 * found['frame']:.1f} us a frame;"
+        f" a call takes {1e6 * found['call']:.2f} us, a message {1e6 * found['message']:.1f} us at each end"
+        f" and {delays} in between; a sleeper wakes {1e6 * found['wake']:.0f} us later"
+    )
+
+
+def verdicts_of(outcomes: Sequence[Outcome]) -> list[Verdict]:
+    """Return for each case how far the simulation is off; within 25 % is asked for."""
+    found = []
+    for outcome in outcomes:
+        measured, simulated = (outcome.find(name) for name in (MEASURED, SIMULATED))
+        assert measured is not None
+        assert simulated is not None
+        ratio = simulated.median / measured.median
+        off = max(ratio, 1 / ratio)
+        text = f"{outcome.label}: simulated {ratio:.2f} times measured"
+        found.append(
+            Verdict(text, 0, off, None, _ASKED, _HOPED, True, "x", met=off <= _ASKED, moon=off <= _HOPED)
+        )
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and predict all steps; return 0 also if one is far off."""
+    given = _parse(arguments)
+    if reason := why_not("1gbit"):
+        raise SystemExit(f"no simulated hosts on this machine: {reason}")
+    names = [f"h{number}" for number in range(max(4, *(len(hosts.ranks_of(each)) for each in given.shapes)))]
+    with tempfile.TemporaryDirectory(prefix="bench-") as place, bed(names, Path(place)) as made:
+        bench = Bench(made, Path(place), given)
+        for _ in range(given.runs):
+            bench.run()
+        runs = bench.report()
+    mpi = "openmpi" if mpi_version().startswith("Open MPI") else "mpich"
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    report = Report("simulation", TITLE, mpi, runs, verdicts_of(outcomes))
+    hosts.publish(report, given.results / f"simulation-{mpi}.json")
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks simulation",
+        description="Compare steps on hosts simulated by namespaces with what pyhvd.testing.simulate says of"
+        " them. Needs root and iproute2.",
+        epilog="example: python -m benchmarks simulation --shapes 2x1 --runs 1",
+    )
+    text = f"hosts x ranks (default: {','.join(SHAPES)})"
+    parser.add_argument("--shapes", type=hosts.shapes_of, default=SHAPES, help=text)
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="jobs of each kind (default: 3)")
+    parser.add_argument(
+        "--results",
+        type=lambda text: Path(text).absolute(),
+        default=ROOT / "benchmarks" / "results",
+        metavar="DIR",
+        help="write simulation-<mpi>.json and .png to this folder (default: benchmarks/results)",
+    )
+    return parser.parse_args(arguments)
