@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from pyhvd.testing.simulation.data_path import Cost
 from pyhvd.testing.simulation.faults import KILLED, LOST, Fault, Faults
 from pyhvd.testing.simulation.launcher import ElasticLauncher, Launcher
+from pyhvd.testing.simulation.stalls import HangReport
 from pyhvd.testing.simulation.world import Run, Step, Totals, World
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType)
@@ -127,6 +128,8 @@ class Simulation:
         What became of faults; None without any.
     restart : Restart or None
         How an elastic job started its ranks again; None if it did not.
+    hang_reports : list of HangReport
+        What rank 0 reported of tensors that some ranks had not submitted.
     """
 
     hosts: int
@@ -137,6 +140,7 @@ class Simulation:
     memory: int = 0
     failure: Failure | None = None
     restart: Restart | None = None
+    hang_reports: list[HangReport] = field(default_factory=list)
 
 
 def report_on(world: World, launcher: Launcher, happened: Faults, faults: Sequence[Fault]) -> Simulation:
@@ -150,6 +154,7 @@ def report_on(world: World, launcher: Launcher, happened: Faults, faults: Sequen
         _memory_of(world.ranks[0].coordinator, world.ranks[0].worker),
         _failure(world, launcher, happened, faults) if faults else None,
         _restart(launcher, faults),
+        world.ranks[0].stalls.reports if world.ranks[0].stalls else [],
     )
 
 

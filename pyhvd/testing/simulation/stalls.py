@@ -33,7 +33,7 @@ def in_step(rank: int) -> list[ThreadStack]:  # noqa: ARG001
 
 
 @dataclass(frozen=True)
-class Report:
+class HangReport:
     """A hang report: when rank 0 had made it (s), and its text."""
 
     at: float
@@ -75,7 +75,7 @@ class Stalls:
 
     Attributes
     ----------
-    reports : list of Report
+    reports : list of HangReport
         The reports so far, the error that ended the job included.
     cpu, longest : float
         CPU time (s) of all looks and answers on rank 0, and of the longest one. Where turns are measured,
@@ -85,7 +85,7 @@ class Stalls:
     def __init__(
         self, world: World, warn_s: float = 60.0, end_s: float = 0.0, stacks_of: StacksOf = in_step
     ) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[HangReport] = []
         self.cpu = self.longest = 0.0
         self._world = world
         self._process = world.ranks[0].process
@@ -121,7 +121,7 @@ class Stalls:
             self._world.clock.at(look, self._process.call, _look)
 
     def _note(self, text: str) -> None:
-        self.reports.append(Report(self._process.now, text))
+        self.reports.append(HangReport(self._process.now, text))
 
     def _count(self, begun: float) -> None:
         used = time.thread_time() - begun

@@ -11,8 +11,7 @@ from pyhvd.controller import Stalled
 from pyhvd.negotiation.messages import bits_of
 from pyhvd.observe.hang_report import MAX_CHARACTERS, warning_of
 from pyhvd.observe.stall_inspector import Finding
-from pyhvd.testing.simulation.data_path import Cost
-from pyhvd.testing.simulation.network import Network
+from pyhvd.testing.simulation.cluster import assemble
 from pyhvd.testing.simulation.program import Action, Compute, Hang, Program, StepEnd, Submit, Tensor, Wait
 from pyhvd.testing.simulation.stalls import Stalls, in_step
 from pyhvd.testing.simulation.world import World
@@ -36,12 +35,8 @@ def hanging(missing: Sequence[int], tensors: Sequence[Tensor] = TENSORS) -> Prog
 
 
 def make_world(hosts: int, local_ranks: int, program: Program) -> World:
-    world = World(
-        hosts, local_ranks, program, Network(), lambda *_: Cost(1e-3), cpu=1e-5, seed=1,
-        fusion_threshold=1 << 26, cycle=1e-3, capacity=1024,
-    )  # fmt: skip
-    for rank in world.ranks:
-        world.clock.at(0.0, rank.advance)
+    world, *_ = assemble(hosts, local_ranks, program, cpu=1e-5)
+    world.run(0.0)
     return world
 
 
