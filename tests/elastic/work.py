@@ -41,6 +41,21 @@ def train(fault: str = "") -> tuple[int, int, float, int]:
     return hvd.rank(), hvd.size(), float(state.total[0]), hvd.elastic.generation()
 
 
+def train_until_two() -> tuple[int, int, int]:
+    """Commit until there are two ranks; return rank, size and generation."""
+    hvd.init()
+
+    @hvd.elastic.run
+    def go(state: Any) -> None:
+        while hvd.size() < 2:
+            hvd.allreduce(np.ones(1), name="step")
+            state.step += 1
+            state.commit()
+
+    go(hvd.elastic.ObjectState(step=0))
+    return hvd.rank(), hvd.size(), hvd.elastic.generation()
+
+
 def agent_of(pid: int) -> int:
     """Return the agent of a rank: an ancestor."""
     while not AGENTS & set(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")):
