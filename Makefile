@@ -189,6 +189,10 @@ bench-simulation: .venv/.bench ## steps on simulated hosts beside those that pyh
 bench-launch: .venv/.bench ## how fast pyhvdrun and launch(fn) start on simulated hosts, and how fast they end; as root
 	.venv/bin/python -m benchmarks launch $(ARGS)
 
+.PHONY: simulate
+simulate: .venv/.bench ## what grows with the number of ranks: simulated jobs of 8 to 10,000, in at most 5 minutes
+	@.venv/bin/python -m benchmarks.questions.scale $(ARGS)
+
 # ---- the files that a call enters
 
 .PHONY: walk

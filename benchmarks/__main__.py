@@ -25,9 +25,9 @@ QUESTIONS = (
     "halves",
     "oversubscribed",
 )
-# Questions that run only by name: spark needs pyspark, and a minute to start a cluster; coordinator has no
-# MPI in it, and takes minutes; torch and torch_memory need torch.
-ON_DEMAND = ("coordinator", "spark", "torch", "torch_memory")
+# Questions that run only by name: scale simulates, for minutes; spark needs pyspark, and a minute to start a
+# cluster; torch and torch_memory need torch.
+ON_DEMAND = ("scale", "spark", "torch", "torch_memory")
 # They have flags of their own, and start their jobs themselves.
 ON_HOSTS = {
     "hosts": hosts.main,

@@ -23,9 +23,11 @@ def plot(path: Path, report: Report, by_size: bool) -> None:
         return
     panels = [(run, outcome) for run in report.runs for outcome in run.outcomes]
     if by_size and len(report.runs[0].outcomes) > 1:
-        figure, axes = pyplot.subplots(figsize=(8, 5))
-        first = report.runs[0].outcomes[0]
-        _lines(axes, [each for each in report.runs[0].outcomes if each.unit == first.unit])
+        sized = [each for each in report.runs[0].outcomes if each.nbytes]
+        units = list(dict.fromkeys(each.unit for each in sized))
+        figure, grid = pyplot.subplots(len(units), 1, figsize=(8, 1 + 4 * len(units)), squeeze=False)
+        for axes, unit in zip(grid[:, 0], units, strict=True):
+            _lines(axes, [each for each in sized if each.unit == unit], unit)
     else:
         tall = sum(0.32 * len(outcome.figures) + 0.9 for _, outcome in panels)
         heights = [len(outcome.figures) + 2 for _, outcome in panels]
@@ -97,7 +99,7 @@ def _bars(axes: Any, outcome: Outcome) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _lines(axes: Any, outcomes: list[Outcome]) -> None:
+def _lines(axes: Any, outcomes: list[Outcome], unit: str) -> None:
     names = list(dict.fromkeys(each.name for outcome in outcomes for each in outcome.figures))
     for number, name in enumerate(names):
         points = [(o.nbytes, found) for o in outcomes if (found := o.find(name)) is not None]
@@ -113,6 +115,7 @@ def _lines(axes: Any, outcomes: list[Outcome]) -> None:
     axes.set_yscale("log")
     every = [outcome.nbytes for outcome in outcomes]
     axes.set_xticks(every, [outcome.label for outcome in outcomes], rotation=45, fontsize=8)
-    axes.set_ylabel("seconds: median, and from the minimum to p99")
+    unit = "seconds" if unit == "s" else unit
+    axes.set_ylabel(f"{unit}: median, and from the minimum to p99")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)

@@ -23,7 +23,17 @@ from benchmarks.harness import Case, Outcome, Plan, World, interleave
 from benchmarks.machine import CorePair, Machine, describe_machine, mpi_short
 from benchmarks.mpi import MPI
 from benchmarks.plot import plot
-from benchmarks.report import Report, Run, Target, judge, load_run, print_run, print_verdicts, save
+from benchmarks.report import (
+    Report,
+    Run,
+    Target,
+    judge,
+    load_run,
+    print_by_size,
+    print_run,
+    print_verdicts,
+    save,
+)
 from pyhvd.job.mpi.rank_env import read_rank_env
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +77,8 @@ class Question:
         The targets of pyhvd.
     log_sizes : bool
         Whether to plot against size instead of as bars.
+    by_size : bool
+        Whether to print one table with a column for each size.
     """
 
     name: str
@@ -81,6 +93,7 @@ class Question:
     probe: Callable[[int, Options], tuple[list[Outcome], list[str]]] | None = None
     targets: tuple[Target, ...] = field(default=())
     log_sizes: bool = False
+    by_size: bool = False
 
     @property
     def module(self) -> str:
@@ -116,7 +129,7 @@ def _conclude(question: Question, given: argparse.Namespace, runs: list[Run]) ->
     """Print, save and draw the report."""
     report = Report(question.name, question.title, runs[0].mpi, runs, judge(question.targets, runs))
     for run in runs:
-        print_run(question.title, run)
+        (print_by_size if question.by_size else print_run)(question.title, run)
     print_verdicts([report])
     stem = f"{report.question}-{report.mpi}"
     data = given.json or (given.results and given.results / f"{stem}.json")

@@ -202,6 +202,25 @@ def print_run(title: str, run: Run) -> None:
         out.print(f"  {note}")
 
 
+def print_by_size(title: str, run: Run) -> None:
+    """Print a job's medians in one table: a column for each size, a row for each figure."""
+    sizes = list(dict.fromkeys(each.nbytes for each in run.outcomes if each.nbytes))
+    table = Table(title=f"{title}, commit {run.machine.commit or 'unknown'}", title_justify="left")
+    table.add_column("")
+    for size in sizes:
+        table.add_column(f"{size:,}", justify="right")
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    for outcome in run.outcomes:
+        for each in outcome.figures:
+            shown = show(each.median, "s") if outcome.unit == "s" else _three(each.median)
+            rows.setdefault((outcome.unit, each.name), {})[outcome.nbytes] = shown
+    for (unit, name), by_size in rows.items():
+        if any(by_size.get(size) for size in sizes):
+            name = name if unit == "s" else f"{name}, {unit}"
+            table.add_row(name, *(by_size.get(size, "") for size in sizes))
+    console().print(table, *run.notes, sep="\n")
+
+
 def _table(outcome: Outcome) -> Table:
     table = Table(title=outcome.label, title_justify="left", title_style="bold", min_width=100)
     table.add_column("", no_wrap=True)

@@ -33,6 +33,7 @@ from pyhvd.negotiation.messages import (
     StillWaiting,
     TimelineOrder,
     Tuning,
+    bits_of,
     bits_to_bytes,
     bytes_to_bits,
     iter_bits,
@@ -43,13 +44,13 @@ from pyhvd.negotiation.response_cache import WorkerCache
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A tensor that some ranks have submitted and others have not (global ranks; seconds)."""
+    """A tensor that some ranks have submitted and others have not (bit vectors of global ranks; seconds)."""
 
     process_set: int
     name: str
     since: float
-    submitted: tuple[int, ...]
-    missing: tuple[int, ...]
+    submitted: int
+    missing: int
 
 
 @functools.lru_cache(maxsize=8)
@@ -237,8 +238,7 @@ class Coordinator:
         if not everyone.joined:
             return []
         since = max(each.last_submission for each in self._sets.values())
-        missing = tuple(iter_bits(everyone.live))
-        return [Stalled(GLOBAL_SET, JOIN_NAME, since, tuple(sorted(everyone.joined)), missing)]
+        return [Stalled(GLOBAL_SET, JOIN_NAME, since, bits_of(everyone.joined), everyone.live)]
 
     def _table(self, set_id: int, seen: int) -> MessageTable | None:
         """Return a set's table; None if the rank means a removed set, whose id may be in use again."""

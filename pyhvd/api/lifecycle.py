@@ -14,6 +14,7 @@ from pyhvd import __version__
 from pyhvd.api import logs, process_sets
 from pyhvd.api.process_sets import ProcessSet
 from pyhvd.common import launcher_hooks
+from pyhvd.common.text import list_members
 from pyhvd.config import Config
 from pyhvd.engine import context
 from pyhvd.engine.autotuner import SampleLog, open_log
@@ -167,7 +168,9 @@ def _mpi_world(comm: Any, config: Config) -> World:
         here, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
         process_sets.checked_ranks(ranks, size, "init(comm=...)")
         if here not in ranks:
-            raise ValueError(f"rank {here} calls init(comm={ranks}), but is not one of those ranks")
+            raise ValueError(
+                f"rank {here} calls init(comm={list_members(ranks)}), but is not one of those ranks"
+            )
         return mpi_world(sub_communicator(MPI.COMM_WORLD, ranks), owned=True)
     raise ValueError(f"init(comm=...) takes a list of ranks or an mpi4py communicator, not {comm!r}")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pyhvd.api.call import Call
 from pyhvd.api.handles import Handle
-from pyhvd.common.text import describe_ranks
+from pyhvd.common.text import describe_ranks, list_members, list_some
 from pyhvd.engine import context
 from pyhvd.engine.context import Ranks, StaticSet
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, RequestType
@@ -31,7 +31,7 @@ def sorted_ranks(ranks: Any, what: str = "a process set") -> list[int]:
     if not members:
         raise ValueError(f"{what} needs at least one rank")
     if members[0] < 0 or len(set(members)) < len(members):
-        raise ValueError(f"{what} takes distinct ranks >= 0, not {members}")
+        raise ValueError(f"{what} takes distinct ranks >= 0, not [{list_some(members)}]")
     return members
 
 
@@ -199,7 +199,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             raise ValueError(f"{new} is registered already")
         ranks = checked_ranks(new.ranks or (), call.size)
         if ranks in active.process_sets.values():
-            raise ValueError(f"a process set of the ranks {list(ranks)} is registered already")
+            raise ValueError(f"a process set of the ranks {list_members(ranks)} is registered already")
         call.add(None, None, ranks=ranks)
         handle = call.submit()
     try:

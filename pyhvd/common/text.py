@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 
 def sendable(text: str) -> str:
@@ -49,22 +52,98 @@ def shorten(text: str, between: str = "\n") -> str:
     return sendable(text)
 
 
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """Return ``"rank 3"`` or ``"ranks 0-2, 5"``."""
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+MAX_LISTED = 16
+"""Most items of a list in a text; of more, the first ones and the last ones are shown."""
+
+_FIRST, _LAST = 4, 2
+_HOSTS = 8  # so many names of hosts are listed as they are
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
+_T = TypeVar("_T")
+
+
+def list_some(items: Sequence[_T], between: str = ", ", show: Callable[[_T], str] = str) -> str:
+    """Return ``"a, b"``, or of more than MAX_LISTED items ``"a, b, c, d, ... y, z"``."""
+    if len(items) <= MAX_LISTED:
+        return between.join(map(show, items))
+    first, last = map(show, items[:_FIRST]), map(show, items[-_LAST:])
+    return f"{between.join(first)}{between}... {between.join(last)}"
+
+
+def list_numbers(numbers: Iterable[int]) -> str:
+    """Return ``"0-2, 5"``, as :func:`list_some` does of many."""
+    return list_some(_runs(sorted(numbers)), show=_describe_run)
+
+
+def list_members(ranks: Sequence[int]) -> str:
+    """Return ``"[0, 2]"``, as Python does; of many ranks as :func:`describe_ranks` does."""
+    return str([*ranks]) if len(ranks) <= MAX_LISTED else describe_ranks(ranks)
+
+
+def list_hosts(names: Sequence[str]) -> str:
+    """Return ``"a, b"``; of many hosts with numbered names ``"h0-h1249"``, as :func:`list_some` does."""
+    if len(names) <= _HOSTS:
+        return ", ".join(names)
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _next_name(runs[-1][-1]) == name:
+            runs[-1][1:] = [name]
         else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
+            runs.append([name])
+    return list_some(runs, show="-".join)
+
+
+def describe_ranks(ranks: Iterable[int], note: str = "") -> str:
+    """Return ``"rank 3"`` or ``"ranks 0-2, 5"``.
+
+    Of more than MAX_LISTED ranges the text has the first ones, the last ones, and the number of all ranks:
+    ``"ranks 1, 3, 5, 7, ... 9997, 9999 (5,000 ranks)"``. A note follows in the same parentheses.
+    """
+    ordered = sorted(ranks)
+    runs = _runs(ordered)
+    count = f"{len(ordered):,} ranks" if len(runs) > MAX_LISTED else ""
+    notes = ": ".join(filter(None, [count, note]))
+    text = f"{'rank' if len(ordered) == 1 else 'ranks'} {list_some(runs, show=_describe_run)}"
+    return f"{text} ({notes})" if notes else text
+
+
+def describe_hosts(names: Sequence[str]) -> str:
+    """Return ``"host a"``, ``"hosts a, b"`` or ``"hosts h0-h1249 (1,250 hosts)"``."""
+    count = f" ({len(names):,} hosts)" if len(names) > _HOSTS else ""
+    return f"{'host' if len(names) == 1 else 'hosts'} {list_hosts(names)}{count}"
 
 
 def describe_values(per_rank: Mapping[int, str]) -> str:
-    """Return ``"ranks 0-2: (3,); rank 3: (4,)"``."""
+    """Return ``"ranks 0-2: (3,); rank 3: (4,)"``; of many values, some and their number."""
     by_value: dict[str, list[int]] = {}
     for rank in sorted(per_rank):
         by_value.setdefault(per_rank[rank], []).append(rank)
-    return "; ".join(f"{describe_ranks(ranks)}: {value}" for value, ranks in by_value.items())
+    text = list_some([*by_value.items()], "; ", lambda each: f"{describe_ranks(each[1])}: {each[0]}")
+    return f"{text} ({len(by_value):,} different values)" if len(by_value) > MAX_LISTED else text
+
+
+def cut_lines(items: Sequence[_T], most: int, what: str, show: Callable[[_T], str] = str) -> list[str]:
+    """Return a line for each of at most ``most`` items, and one with the number of the others."""
+    lines = [*map(show, items[:most])]
+    left = len(items) - most
+    return [*lines, f"  ... and {left} more {what}"] if left > 0 else lines
+
+
+def _runs(ordered: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last number of each range of sorted numbers."""
+    if not ordered:
+        return []
+    gaps = [(a, b) for a, b in pairwise(ordered) if b > a + 1]
+    return [*zip([ordered[0], *(b for _, b in gaps)], [*(a for a, _ in gaps), ordered[-1]], strict=True)]
+
+
+def _describe_run(run: tuple[int, int]) -> str:
+    first, last = run
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _next_name(name: str) -> str | None:
+    """Return the name with the next number, if the name has one."""
+    if (found := _NUMBERED.fullmatch(name)) is None:
+        return None
+    before, number, after = found.groups()
+    return f"{before}{int(number) + 1:0{len(number)}d}{after}"

@@ -28,7 +28,13 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.common import launcher_hooks
 from pyhvd.common.processes import Place, here
-from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback, describe_values
+from pyhvd.common.text import (
+    describe_exception,
+    describe_ranks,
+    describe_traceback,
+    describe_values,
+    list_members,
+)
 from pyhvd.config import SHARED, Config, port_range
 from pyhvd.devices.base import Device
 from pyhvd.engine.autotune_search import LARGEST_CHUNK
@@ -352,7 +358,7 @@ def _agree(heard: Sequence[Hello]) -> list[Ranks]:
         given = [hello.sets[index] for hello in heard]
         distinct = sorted({ranks for ranks, _ in given})
         if len(distinct) > 1 and not all(by_comm for _, by_comm in given):
-            texts = {rank: str(list(ranks)) for rank, (ranks, _) in enumerate(given)}
+            texts = {rank: list_members(ranks) for rank, (ranks, _) in enumerate(given)}
             raise ValueError(f"init() got different process sets in place {index}: {describe_values(texts)}")
         for ranks in distinct:
             if ranks == world or ranks in agreed:

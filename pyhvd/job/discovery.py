@@ -1,7 +1,8 @@
-"""Runs the script that prints an elastic job's hosts, once a second, and reads what it prints.
+"""Asks a script, or a function of the user's, for an elastic job's hosts, once a second.
 
-The script runs in a session of its own, below a shell that kills all of it when the driver dies. One thread
-runs it, and shares nothing but a queue and two pipes: a script that hangs stops nobody else.
+One thread asks, and shares nothing but a queue and two pipes: a script or a call that hangs stops nobody
+else. The script runs in a session of its own, below a shell that kills all of it when the driver dies. Each
+call of the function has a thread, as a call cannot be killed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol, runtime_checkable
 
 from pyhvd.job.member_host import FoundHost
 from pyhvd.job.process.guardian import signal_group
@@ -25,9 +30,10 @@ from pyhvd.job.process.guardian import signal_group
 INTERVAL_S = 1.0
 """From the start of a run to the start of the next, if the run is shorter."""
 LIMIT_S = 10.0
-"""A run that takes longer is killed."""
+"""A run that takes longer has failed; a script is then killed."""
 # A run that prints more, to stdout or to stderr, is killed, or cut.
 _MOST_BYTES = 1 << 20
+_MOST_HOSTS = 1 << 16
 _ERRORS_SHOWN = 300
 _LINE_SHOWN = 80
 _LOOK_S = 0.01
@@ -70,19 +76,45 @@ def parse_hosts(text: str, slots: int = 1) -> tuple[tuple[FoundHost, ...], tuple
     slots : int
         The slots of a line that gives none.
     """
+    return _parse_lines(text.splitlines(), slots)
+
+
+def _parse_lines(lines: Iterable[object], slots: int) -> tuple[tuple[FoundHost, ...], tuple[str, ...]]:
+    """See :func:`parse_hosts`; an object that is no str is a bad line."""
     hosts: dict[str, int] = {}
     problems = []
-    for number, line in enumerate(text.splitlines(), 1):
-        entry = line.partition("#")[0].strip()
-        if not entry:
+    for number, line in enumerate(lines, 1):
+        entry = line.partition("#")[0].strip() if isinstance(line, str) else line
+        if entry == "":
             continue
-        host = _parse_entry(entry, slots)
+        host = _parse_entry(entry, slots) if isinstance(entry, str) else None
         if host is None:
-            shown = entry if len(entry) <= _LINE_SHOWN else f"{entry[:_LINE_SHOWN]}..."
-            problems.append(f"line {number}, {shown!r}: expected h, h:2 or [fe80::1]:2")
+            problems.append(f"line {number}, {_show(entry)}: expected h, h:2 or [fe80::1]:2")
         else:
             hosts[host.name] = host.slots
     return tuple(FoundHost(name, each) for name, each in hosts.items()), tuple(problems)
+
+
+def check_hosts(given: Iterable[tuple[object, object]]) -> tuple[tuple[FoundHost, ...], tuple[str, ...]]:
+    """Return the hosts of pairs of name and slots, and a text for each bad pair."""
+    hosts = []
+    problems = []
+    for name, slots in given:
+        if not isinstance(name, str) or not (_NAME.fullmatch(name) or _is_ipv6(name)):
+            problems.append(f"host {_show(name)}: expected a host name or an IPv6 address")
+        elif not isinstance(slots, int) or isinstance(slots, bool) or slots <= 0:
+            problems.append(f"host {_show(name)}, slots {_show(slots)}: expected a whole number above 0")
+        else:
+            hosts.append(FoundHost(name, slots))
+    return tuple(hosts), tuple(problems)
+
+
+def _show(value: object) -> str:
+    """Return a value as errors show it."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= _LINE_SHOWN else f"{value[:_LINE_SHOWN]}...")
+    shown = repr(value)
+    return shown if len(shown) <= _LINE_SHOWN else f"{shown[:_LINE_SHOWN]}..."
 
 
 def _parse_entry(entry: str, slots: int) -> FoundHost | None:
@@ -109,24 +141,16 @@ def _is_ipv6(name: str) -> bool:
     return True
 
 
-class Discovery:
-    """Runs a script again and again, until :meth:`close`.
+class Discovery(ABC):
+    """Asks for the hosts again and again, until :meth:`close`.
 
     Parameters
     ----------
-    command : sequence of str
-        The script and its arguments.
-    slots : int
-        The slots of a host whose line gives none.
     interval, limit : float
         See :data:`INTERVAL_S` and :data:`LIMIT_S`.
     """
 
-    def __init__(
-        self, command: Sequence[str], slots: int = 1, interval: float = INTERVAL_S, limit: float = LIMIT_S
-    ) -> None:
-        self._command = ["/bin/sh", "-c", _GUARDED, "sh", *command]
-        self._slots = slots
+    def __init__(self, interval: float, limit: float) -> None:
         self._interval = interval
         self._limit = limit
         self._results: queue.SimpleQueue[Found | Failed] = queue.SimpleQueue()
@@ -152,7 +176,7 @@ class Discovery:
         return results
 
     def close(self) -> None:
-        """End the thread, and a script that runs."""
+        """End the thread, and a script that runs; wait at most 1 s for a call that runs."""
         if self._closer < 0:
             return
         os.close(self._closer)
@@ -168,6 +192,40 @@ class Discovery:
         while not self._is_closed(due - time.monotonic()):
             due = time.monotonic() + self._interval
             self._run_once(time.monotonic() + self._limit)
+
+    @abstractmethod
+    def _run_once(self, until: float) -> None:
+        """Ask once, and hand the result over; end soon after this object is closed."""
+
+    def _hand_over(self, result: Found | Failed) -> None:
+        self._results.put(result)
+        with contextlib.suppress(BlockingIOError):  # full: it is readable already
+            os.write(self._waker, b"x")
+
+    def _is_closed(self, wait: float = 0.0) -> bool:
+        """Return whether this object is closed; wait so long for that."""
+        return bool(_readable([self._closed], wait))
+
+
+class ScriptDiscovery(Discovery):
+    """Runs a script again and again.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The script and its arguments.
+    slots : int
+        The slots of a host whose line gives none.
+    interval, limit : float
+        See :class:`Discovery`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], slots: int = 1, interval: float = INTERVAL_S, limit: float = LIMIT_S
+    ) -> None:
+        self._command = ["/bin/sh", "-c", _GUARDED, "sh", *command]
+        self._slots = slots
+        super().__init__(interval, limit)
 
     def _run_once(self, until: float) -> None:
         """Run the script, and hand its result over."""
@@ -228,14 +286,92 @@ class Discovery:
             return Failed(f"the script ended with code {process.returncode}{f': {words}' if words else ''}")
         return Found(*parse_hosts(said[out].decode(errors="replace"), self._slots))
 
-    def _hand_over(self, result: Found | Failed) -> None:
-        self._results.put(result)
-        with contextlib.suppress(BlockingIOError):  # full: it is readable already
-            os.write(self._waker, b"x")
 
-    def _is_closed(self, wait: float = 0.0) -> bool:
-        """Return whether this object is closed; wait so long for that."""
-        return bool(_readable([self._closed], wait))
+@runtime_checkable
+class FindsHosts(Protocol):
+    """Finds hosts, as Horovod's ``HostDiscovery`` does."""
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        """Return the slots of each host."""
+
+
+HostFinder = Callable[[], Mapping[str, int] | Iterable[str]] | FindsHosts
+"""Returns the slots of each host, or lines as those of a script."""
+
+
+class CallDiscovery(Discovery):
+    """Calls a function of the user's again and again, one call at a time.
+
+    Parameters
+    ----------
+    find : callable or FindsHosts
+        The function, or an object with the function.
+    slots : int
+        The slots of a host whose line gives none.
+    interval, limit : float
+        See :class:`Discovery`.
+    """
+
+    def __init__(
+        self, find: HostFinder, slots: int = 1, interval: float = INTERVAL_S, limit: float = LIMIT_S
+    ) -> None:
+        method = find.find_available_hosts_and_slots if isinstance(find, FindsHosts) else find
+        self._find: Callable[[], object] = method
+        self._slots = slots
+        super().__init__(interval, limit)
+
+    def _run_once(self, until: float) -> None:
+        """Call, and hand the result over; if the call is too slow, say so, and wait for its end."""
+        results: list[Found | Failed] = []
+        try:
+            over = self._start(results)
+        except (OSError, RuntimeError) as exc:
+            self._hand_over(Failed(f"the call cannot be started: {exc}"))
+            return
+        try:
+            ready = _readable([over, self._closed], until - time.monotonic())
+            if over in ready:
+                self._hand_over(results[0])
+            while not ready:
+                self._hand_over(Failed(f"the call has not returned within {self._limit:g} s"))
+                ready = _readable([over, self._closed], self._limit)
+            if over not in ready:
+                _readable([over], _JOIN_S / 2)
+        finally:
+            os.close(over)
+
+    def _start(self, results: list[Found | Failed]) -> int:
+        """Start a call; return a descriptor that ends when `results` has its result."""
+        over, end = os.pipe()
+
+        def call() -> None:
+            results.append(self._call())
+            os.close(end)
+
+        try:
+            threading.Thread(target=call, name="pyhvd.job.discovery.call", daemon=True).start()
+        except RuntimeError:
+            os.close(over)
+            os.close(end)
+            raise
+        return over
+
+    def _call(self) -> Found | Failed:
+        """Return what the function returns, read, or why it failed."""
+        try:
+            found = self._find()
+            if isinstance(found, Mapping):
+                return Found(*check_hosts(found.items()))
+            if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+                what = "a mapping of hosts to slots, or an iterable of lines such as 'h' or 'h:2'"
+                return Failed(f"the call returned {_show(found)}: expected {what}")
+            lines = list(islice(found, _MOST_HOSTS + 1))
+            if len(lines) > _MOST_HOSTS:
+                return Failed(f"the call returned more than {_MOST_HOSTS} lines")
+            return Found(*_parse_lines(lines, self._slots))
+        except BaseException as exc:  # of the user's code, where sys.exit() is possible too
+            said = " / ".join(filter(None, map(str.strip, traceback.format_exception_only(exc))))
+            return Failed(f"the call raised {said[:_ERRORS_SHOWN]}")
 
 
 def _readable(fds: Sequence[int], wait: float) -> list[int]:

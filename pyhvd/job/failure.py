@@ -1,8 +1,8 @@
 """The failures of a job, and which of them is the cause. Pure: the caller passes the time.
 
-A rank's own error, exit or death is the cause at once. Other failures may follow from an earlier one: an
-error that names another rank, a lost task, or a crash, as MPI sometimes crashes when it loses a host. They
-wait up to 1 s for a better cause.
+A rank's own error, exit or death is the cause at once, unless another host was lost before it. Other
+failures may follow from an earlier one: an error that names another rank, a lost task, or a crash, as MPI
+sometimes crashes when it loses a host. They wait up to 1 s for a better cause.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pyhvd.job.process.exit_report import ENDED, INTERRUPT, LOST, SECONDARY, SIG
 
 # How long a failure that may follow from another one waits for that one to be reported.
 _BETTER_CAUSE_S = 1.0
+# How much later than the loss of a host the report of a rank may come that failed before it.
+REPORT_S = 0.25
 _CRASHES = {128 + number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)}
 
 
@@ -25,12 +27,12 @@ class FailureAnalysis:
     """The failures of one job."""
 
     def __init__(self) -> None:
-        self._reports: list[ExitReport] = []
+        self._reports: dict[ExitReport, float] = {}  # and when the driver heard of them
         self._settled_at = math.inf
 
     def add(self, report: ExitReport, now: float, waited: bool = False) -> None:
         """Note that a rank has failed; `waited` says that the wait for a better cause is over already."""
-        self._reports.append(report)
+        self._reports.setdefault(report, now)
         may_follow = report.kind in (SECONDARY, LOST, ENDED, INTERRUPT) or _is_crash(report)
         self._settled_at = min(
             self._settled_at, now + (_BETTER_CAUSE_S if may_follow and not waited else 0.0)
@@ -65,12 +67,14 @@ class FailureAnalysis:
         """Return the failure that explains the others; there must be one."""
         cause = root_cause(self._reports)
         assert cause is not None
-        if cause.kind == SECONDARY or _is_crash(cause):
-            # On the same host the crash itself may have ended the task: there a lost task explains nothing.
-            here = _first_rank_of_host(by_rank, cause.rank)
-            lost = (report for report in self._reports if report.kind == LOST)
-            elsewhere = (report for report in lost if _first_rank_of_host(by_rank, report.rank) != here)
-            cause = root_cause(elsewhere) or cause
+        # On the same host the failure itself may have ended the task: there a lost task explains nothing.
+        here = _first_rank_of_host(by_rank, cause.rank)
+        lost = (report for report in self._reports if report.kind == LOST)
+        elsewhere = (report for report in lost if _first_rank_of_host(by_rank, report.rank) != here)
+        first = root_cause(elsewhere)
+        may_follow = cause.kind == SECONDARY or _is_crash(cause)
+        if first is not None and (may_follow or self._reports[first] + REPORT_S < self._reports[cause]):
+            cause = first
         if cause.kind in (SECONDARY, ENDED):
             ended = (report for report in self._reports if report.kind == ENDED and report.rank in by_rank)
             by_mpiexec = cause.kind == ENDED  # the rank's end says more than mpiexec's

@@ -79,16 +79,18 @@ def read_key(channel: socket.socket | PipePair) -> bytes:
 class _Idle:
     """An agent between two jobs, and before the first; it beats, as an agent with ranks does."""
 
-    def __init__(self, driver: Connection) -> None:
+    def __init__(self, driver: Connection, task: int) -> None:
         self.host: ElasticHost | None = None
+        self.stopped = ""  # why, if the driver said so
         self._driver = driver
+        self._task = task
         self._next_beat = time.monotonic() + BEAT_S
         self._silent_since = time.monotonic()
 
     def greet(self) -> None:
         """Begin the next job."""
         commit = 0 if self.host is None else self.host.vault.commit
-        known = msgspec.structs.replace(hello(), commit=commit)
+        known = msgspec.structs.replace(hello(), commit=commit, task=self._task)
         self._driver.send(encode(known))
 
     def close(self) -> None:
@@ -112,6 +114,7 @@ class _Idle:
                 if isinstance(message, Prepare):
                     return message
                 if isinstance(message, Stop):
+                    self.stopped = message.reason
                     return None
                 if isinstance(message, Again):
                     self.greet()
@@ -141,9 +144,22 @@ def serve(channel: socket.socket | PipePair, key: bytes) -> None:
         serve_on(driver)
 
 
-def serve_on(driver: Connection) -> None:
-    """Do :func:`serve` on a connection whose driver has proved that it holds the key."""
-    idle = _Idle(driver)
+def serve_on(driver: Connection, task: int = -1) -> str:
+    """Do :func:`serve` on a connection whose driver has proved that it holds the key.
+
+    Parameters
+    ----------
+    driver : Connection
+        The connection.
+    task : int
+        The id of this agent's task in Spark.
+
+    Returns
+    -------
+    str
+        Why the driver has stopped this agent between two jobs; empty if it did not say.
+    """
+    idle = _Idle(driver, task)
     idle.greet()
     with contextlib.suppress(Dismissed), contextlib.closing(idle):
         while wanted := idle.wait():
@@ -156,6 +172,7 @@ def serve_on(driver: Connection) -> None:
                 idle.greet()
             if not wanted.again:
                 driver.finish(LAST_MESSAGES_S)
+    return idle.stopped
 
 
 def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:

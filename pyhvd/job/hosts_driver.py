@@ -19,6 +19,7 @@ from itertools import chain
 
 import msgspec
 
+from pyhvd.common.text import list_some
 from pyhvd.job.agent_command import END_S, SKIPPED, AgentCommand, AgentProcess
 from pyhvd.job.connections import Peer
 from pyhvd.job.driver import DriverService, JobSpec, epoch
@@ -335,7 +336,7 @@ class HostsDriver(DriverService):
     def _say_who_is_one(self, groups: Iterable[Sequence[Member]]) -> None:
         for group in groups:
             if len(group) > 1:
-                names = " and ".join(self._places[member.index].seat.name for member in group)
+                names = list_some([self._places[member.index].seat.name for member in group], " and ")
                 self._say(f"pyhvd: {names} are one host")
 
     def _start(self, placements: list[RankPlacement]) -> None:

@@ -20,6 +20,7 @@ from enum import Enum, auto
 from itertools import count
 from signal import SIGCONT, SIGTSTP
 
+from pyhvd.common.text import MAX_LISTED, cut_lines
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.machine import Action, Done, End, JobMachine, PassOn, Pause, Say, StartCommand, Tell
 from pyhvd.job.messages import Dialed, Listening, Member
@@ -338,7 +339,13 @@ class HostsMachine(JobMachine):
 
     def _lines(self, hosts: Iterable[_Host]) -> str:
         timeout = f"its agent has not started within {self.start_timeout:g} s (--start-timeout)"
-        return "\n".join(f"host {host.name}: {host.problem or host.last or timeout}" for host in hosts)
+        lines = cut_lines(
+            [*hosts],
+            MAX_LISTED,
+            "hosts",
+            lambda each: f"host {each.name}: {each.problem or each.last or timeout}",
+        )
+        return "\n".join(lines)
 
 
 def _told(messages: Sent) -> list[Action]:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pyhvd.common.text import list_numbers
 from pyhvd.job.errors import StartTimeoutError
 from pyhvd.job.failure import FailureAnalysis
 from pyhvd.job.messages import FromDriver, Member
@@ -226,7 +227,7 @@ class JobMachine:
 
     def _missing_error(self, missing: Sequence[int]) -> Exception:
         """Return the error for agents that have not registered in time."""
-        size, indices = self.size, ", ".join(map(str, missing))
+        size, indices = self.size, list_numbers(missing)
         return StartTimeoutError(
             f"{len(missing)} of {size} Spark tasks have not started within"
             f" {self.start_timeout:g} s: index {indices}. Does the cluster have {size} free slots?"

@@ -162,7 +162,7 @@ class MemberHost:
         if self.drained:
             return "drained"
         if self.gone:
-            return "no longer printed by the discovery script"
+            return "no longer found by host discovery"
         if now < self.aside_until:
             return f"left out {self.describe_aside(now)}: {self.why}"
         if self.agent is Agent.UP:

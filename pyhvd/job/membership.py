@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import count
 
+from pyhvd.common.text import list_hosts
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.member_host import RANK_FAILURES, WINDOW_S, Agent, FoundHost
 from pyhvd.job.membership_actions import (
@@ -142,17 +143,17 @@ class Membership:
     # ---- events of discovery
 
     def discover(self, hosts: Sequence[FoundHost], now: float, problems: Sequence[str] = ()) -> None:
-        """Note a result of the discovery script, and what is wrong with its bad lines."""
+        """Note a result of discovery, and what is wrong with its bad lines."""
         self._discovered = True
         for problem in problems[:_PROBLEMS_SHOWN]:
             self._warn(f"{problem}; while lines are bad no host is taken away", now)
         if not hosts and not problems:
-            self._warn("the script printed no host; the last good result holds", now)
+            self._warn("no host was found; the last good result holds", now)
         if self._roster.discover(hosts, self._placed, now, good=bool(hosts) and not problems):
             self._news_at = now
 
     def discovery_failed(self, why: str, now: float) -> None:
-        """Note that the discovery script failed: that ends the job only the first time."""
+        """Note that discovery failed: that ends the job only the first time."""
         if self._discovered:
             self._warn(f"{why}; the last good result holds", now)
         else:
@@ -211,7 +212,7 @@ class Membership:
         """
         known = self._roster.get(host)
         if known is None:
-            names = ", ".join(self.hosts) or "none"
+            names = list_hosts(self.hosts) or "none"
             self._queue.append(
                 Say(f"pyhvd: cannot drain host {host}: it is none of the job's hosts: {names}")
             )

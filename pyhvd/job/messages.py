@@ -30,13 +30,15 @@ RESULT_CREDIT = 1 << 22
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """Agent of a host to driver, first: the versions of its pyhvd and its Python, and its wall-clock time.
 
-    `commit` is the number of the newest commit that it holds, in an elastic job.
+    `commit` is the number of the newest commit that it holds, in an elastic job. `task` is the id of its task
+    in Spark.
     """
 
     pyhvd: str
     python: str
     clock: float
     commit: int = 0
+    task: int = -1
 
 
 class Again(msgspec.Struct, frozen=True, tag=True):

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pyhvd.common.text import MAX_LISTED, cut_lines, list_some
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.messages import TOKEN, Dialed, FromDriver, Listening, Member, Network
 from pyhvd.job.network_plans import Plan, Wish, describe, plans_of, port_variables, unfulfilled, wishes_for
@@ -119,9 +120,8 @@ class NetworkChoice:
         if self._plan is None:
             return ""
         hosts = zip(self._names, self._plan.chosen, strict=True)
-        return (
-            f"{self._plan.title}: {', '.join(f'{names[0]} {each.name} {each.cidr}' for names, each in hosts)}"
-        )
+        placed = [f"{names[0]} {each.name} {each.cidr}" for names, each in hosts]
+        return f"{self._plan.title}: {list_some(placed)}"
 
     def variables(self, index: int) -> Mapping[str, str]:
         """Return the variables of an agent's ranks; valid if neither their host nor the user has set them."""
@@ -147,7 +147,7 @@ class NetworkChoice:
             if (text := unfulfilled(network, each))
         ]
         if lacking:
-            raise LaunchError("\n".join(lacking))
+            raise LaunchError("\n".join(cut_lines(lacking, MAX_LISTED, "hosts")))
         plans = plans_of(self._networks, wishes)
         if not plans:
             raise LaunchError("\n".join(["the hosts have no network in common", *self._remedy()]))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pyhvd.common.text import MAX_LISTED, cut_lines, describe_hosts
 from pyhvd.job.member_host import IN_A_ROW, Agent, FoundHost, MemberHost
 
 
@@ -188,7 +189,8 @@ class Roster:
         up = [host for host in self._up() if not host.leaving(now)]
         slots = sum(host.slots for host in up)
         head = f"{slots} of at least {self._limits.min_np} slots are up"
-        lines = [f"host {host.name}: {host.describe(now)}" for host in self if host not in up]
+        others = [host for host in self if host not in up]
+        lines = cut_lines(others, MAX_LISTED, "hosts", lambda host: f"host {host.name}: {host.describe(now)}")
         return "\n".join([head, *lines] if lines else [f"{head}; no other host was found"])
 
     def _up(self) -> list[MemberHost]:
@@ -211,10 +213,6 @@ def describe_change(before: Sequence[Place], after: Sequence[Place]) -> str:
     old, new = {place.host for place in before}, {place.host for place in after}
     added = [place.host for place in after if place.host not in old]
     left = [place.host for place in before if place.host not in new]
-    texts = [f"{_hosts(left)} left"] if left else []
-    texts += [f"{_hosts(added)} joined"] if added else []
+    texts = [f"{describe_hosts(left)} left"] if left else []
+    texts += [f"{describe_hosts(added)} joined"] if added else []
     return ", ".join(texts) or ("the hosts have other slots" if before != after else "the hosts are the same")
-
-
-def _hosts(names: Sequence[str]) -> str:
-    return f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names)}"

@@ -41,7 +41,6 @@ Invariants between two events (:meth:`MessageTable.validate` checks them):
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -347,11 +346,12 @@ class MessageTable:
 
     # -- reports -------------------------------------------------------------------------------------
 
-    def pending(self, now: float) -> list[tuple[str, float, tuple[int, ...], tuple[int, ...]]]:
+    def pending(self, now: float) -> list[tuple[str, float, int, int]]:
         """Return (name, first submission, ranks that have submitted, ranks that have not), oldest first.
 
-        A joined rank is in neither list, unless it submitted before. A delegated tensor counts from when its
-        mark was first seen here. With several hosts, one that a second look still finds marked is recalled.
+        The ranks are bit vectors. A joined rank is in neither, unless it submitted before. A delegated tensor
+        counts from when its mark was first seen here. With several hosts, one that a second look still finds
+        marked is recalled.
         """
         waiting = [(n, e.since, e.ranks, self.live & ~e.ranks) for n, e in self._entries.items()]
         for slot in iter_bits(self._hits.anyone()):
@@ -371,9 +371,7 @@ class MessageTable:
                 waiting.append((name, since, holders, self.members & ~holders))
             # The ranks then submit by message, and the next look finds all of them.
             self._recall(self._delegation.overdue(now))
-        lists = functools.cache(lambda ranks: tuple(iter_bits(ranks)))  # many tensors wait for the same ranks
-        listed = [(name, since, lists(has), lists(lacks)) for name, since, has, lacks in waiting if lacks]
-        return sorted(listed, key=lambda each: each[1])
+        return sorted((each for each in waiting if each[3]), key=lambda each: each[1])
 
     def _is_untouched(self, request: Request) -> bool:
         """Return whether no join, no failure and no full request concerns a tensor."""

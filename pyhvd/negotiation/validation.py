@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pyhvd.common.text import describe_ranks, describe_values
+from pyhvd.common.text import describe_ranks, describe_values, list_members
 from pyhvd.dtypes import BY_CODE, ReduceOp
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, iter_bits, verb
 
@@ -60,7 +60,7 @@ _LAST: tuple[Check, ...] = (
     ("root ranks", lambda r: r.root, lambda r: str(r.root)),
     ("devices", lambda r: r.device.partition(":")[0], lambda r: r.device),
     ("grouping", lambda r: (r.group, r.group_size), _group),
-    ("process sets", lambda r: r.ranks, lambda r: str(list(r.ranks))),
+    ("process sets", lambda r: r.ranks, lambda r: list_members(r.ranks)),
 )
 
 
@@ -109,7 +109,9 @@ def _differs(requests: Mapping[Request, int], what: Check) -> ErrorInfo | None:
     first = key(request)
     if all(key(each) == first for each in requests):
         return None
-    per_rank = {rank: show(each) for each, ranks in requests.items() for rank in iter_bits(ranks)}
+    per_rank: dict[int, str] = {}
+    for each, ranks in requests.items():
+        per_rank |= dict.fromkeys(iter_bits(ranks), show(each))
     subject = "tensor" if label == "operations" else verb(request.type)
     return ErrorInfo(
         ErrorKind.MISMATCH,

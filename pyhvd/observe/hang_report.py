@@ -1,22 +1,35 @@
 """The text of a hang report: which ranks have not submitted which tensors, and where each of them is.
 
-Pure functions over a :class:`~pyhvd.observe.stall_inspector.Finding` and the answers of the ranks.
+Pure functions over a :class:`~pyhvd.observe.stall_inspector.Finding` and the answers of the ranks. A text
+has at most MAX_CHARACTERS, for any number of ranks and tensors: a longer one is made again with less detail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import combinations
 
 from pyhvd.common.processes import Place, State
-from pyhvd.common.text import describe_ranks
+from pyhvd.common.stacks import MAX_FRAMES, ThreadStack
+from pyhvd.common.text import cut_lines, describe_hosts, describe_ranks, list_hosts
 from pyhvd.controller import Stalled
 from pyhvd.errors import StallError
-from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, ErrorInfo, ErrorKind
+from pyhvd.negotiation.messages import (
+    GLOBAL_SET,
+    JOIN_NAME,
+    ErrorInfo,
+    ErrorKind,
+    bits_of,
+    iter_bits,
+    lowest_bit,
+)
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Answer, Finding
 
-_NAMES = 6
-_LINES = 12
+MAX_CHARACTERS = 4000
+"""Most characters of a warning, or of an error's text."""
 
 
 def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float) -> str:
@@ -25,28 +38,290 @@ def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence
     ``answers`` has, by missing rank that was asked, its stacks or the state of its process. ``places`` has
     every rank's place. ``now`` is a time (s) of the finding's clock.
     """
-    lines = [_headline(finding), *_tensor_lines(finding.stalled, now)]
-    for rank in answers:
-        lines += _rank_lines(rank, finding, answers, places)
-    return "\n".join([*lines, *_not_asked(finding, answers), *_circles(finding)])
+    return _fit(_Report(finding, answers, places, now).warning)
 
 
 def error_of(
     finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
 ) -> ErrorInfo:
     """Return the error that ends the job: the facts of :func:`warning_of`, with the stacks in a field."""
-    of_ranks = {rank: _rank_lines(rank, finding, answers, places) for rank in answers}
-    lines = [
-        f"the job was ended: {_headline(finding)}",
-        *_tensor_lines(finding.stalled, now),
-        *(first for first, *_ in of_ranks.values()),
-        *_not_asked(finding, answers),
-        *_circles(finding),
-        f"({finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)",
-    ]
-    missing = {_shown(each.name): list(each.missing) for each in finding.stalled}
-    stacks = {rank: "\n".join(of_rank) for rank, of_rank in of_ranks.items()}
-    return ErrorInfo(ErrorKind.STALL, "\n".join(lines), missing=missing, stacks=stacks)
+    report = _Report(finding, answers, places, now)
+    lists = {ranks: iter_bits(ranks) for ranks in {each.missing for each in finding.stalled}}
+    missing = {_shown(each.name): lists[each.missing] for each in finding.stalled}
+    stacks = {rank: "\n".join(report.stacks_of(rank)) for rank in answers}
+    return ErrorInfo(ErrorKind.STALL, _fit(report.error), missing=missing, stacks=stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Detail:
+    """How much a text says.
+
+    Attributes
+    ----------
+    names : int
+        Tensors that a list names.
+    name : int
+        Characters of a name.
+    lines : int
+        Lines about tensors, and about ranks that wait for each other.
+    blocks : int
+        Ranks that are described, or groups of ranks of which the same is known.
+    frames : int
+        Calls of each thread.
+    width : int
+        Characters of a line.
+    """
+
+    names: int = 6
+    name: int = 1_000_000
+    lines: int = 12
+    blocks: int = MOST_ASKED
+    frames: int = MAX_FRAMES
+    width: int = 1_000_000
+
+
+_FRAMES = (MAX_FRAMES, 6, 3, 1, 0)
+_ALL = _Detail()
+_DETAILS = (
+    _ALL,
+    *(_Detail(name=80, frames=frames) for frames in _FRAMES),
+    *(_Detail(names=3, name=80, lines=3, frames=frames) for frames in _FRAMES),
+    _Detail(names=2, name=60, lines=2, blocks=8, frames=0),
+    _Detail(names=1, name=40, lines=2, blocks=4, frames=0, width=200),  # this fits always
+)
+"""From most to least: frames go first, the outermost ones of each thread."""
+
+
+def _fit(make: Callable[[_Detail], list[str]]) -> str:
+    """Return the text with the most detail that is not too long."""
+    text = ""
+    for detail in _DETAILS:
+        text = "\n".join(_cut(line, detail.width) for line in make(detail))
+        if len(text) <= MAX_CHARACTERS:
+            break
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Ranks that lack and have submitted the same, and of which the same is known.
+
+    Attributes
+    ----------
+    ranks : list of int
+        The ranks.
+    where : str
+        Where they are, or the state of their processes; as a text about one of them.
+    threads : sequence of ThreadStack
+        Their stacks.
+    lacking, waits : sequence of Stalled
+        The tensors that they have not submitted; and those that they have, and that wait for other ranks.
+    """
+
+    ranks: list[int]
+    where: str
+    threads: Sequence[ThreadStack]
+    lacking: Sequence[Stalled]
+    waits: Sequence[Stalled]
+
+
+_Deadlock = tuple[int, int, Stalled, Stalled]
+"""Ranks (a bit vector) that wait for other ranks with a tensor, and these for the former with another one."""
+
+
+class _Report:
+    """What is known of a stall, and the lines of text about it."""
+
+    def __init__(
+        self, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
+    ) -> None:
+        self._finding = finding
+        self._answers = answers
+        self._places = places
+        self._now = now
+        self._texts: dict[tuple[int, bool], str] = {}  # of bit vectors of ranks
+
+    def warning(self, detail: _Detail) -> list[str]:
+        """Return the lines of a warning."""
+        blocks = self._blocks[: detail.blocks]
+        return [
+            _headline(self._finding),
+            *self._tensor_lines(detail),
+            *(line for block in blocks for line in self._block_lines(block, detail)),
+            *self._not_shown(detail),
+            *self._deadlock_lines(detail),
+            *([] if detail.frames else self._stacks_left_out()),
+        ]
+
+    def error(self, detail: _Detail) -> list[str]:
+        """Return the lines of an error's text: without stacks."""
+        return [
+            f"the job was ended: {_headline(self._finding)}",
+            *self._tensor_lines(detail),
+            *(self._block_head(block, detail) for block in self._blocks[: detail.blocks]),
+            *self._not_shown(detail),
+            *self._deadlock_lines(detail),
+            f"({self._finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)",
+        ]
+
+    def stacks_of(self, rank: int) -> list[str]:
+        """Return all lines about one rank that was asked."""
+        return self._block_lines(self._block_of(rank), _ALL)
+
+    # -- the tensors
+
+    @cached_property
+    def _tensors(self) -> list[list[Stalled]]:
+        """The stalled tensors; those that wait for the same ranks are together."""
+        together: dict[tuple[int, int], list[Stalled]] = {}
+        for each in self._finding.stalled:
+            together.setdefault((each.missing, each.submitted), []).append(each)
+        return [*together.values()]
+
+    def _tensor_lines(self, detail: _Detail) -> list[str]:
+        show = partial(self._tensor_line, detail)
+        return cut_lines(self._tensors, detail.lines, "lines of such tensors", show)
+
+    def _tensor_line(self, detail: _Detail, tensors: Sequence[Stalled]) -> str:
+        oldest = self._now - min(each.since for each in tensors)
+        submitted = tensors[0].submitted
+        by = self._ranks(submitted) if submitted else "no rank"
+        return (
+            f"  {_names_of(tensors, detail)}: not {_done(tensors)} by"
+            f" {self._ranks(tensors[0].missing, with_hosts=True)},"
+            f" {_done(tensors)} by {by} (waiting for {oldest:.0f} s)"
+        )
+
+    def _ranks(self, ranks: int, with_hosts: bool = False) -> str:
+        """Return the text of a bit vector of ranks; of many ranks with their hosts, if asked for."""
+        key = ranks, with_hosts
+        if key not in self._texts:
+            listed = iter_bits(ranks)
+            note = self._describe_share(listed) if with_hosts and len(listed) > MOST_ASKED else ""
+            self._texts[key] = describe_ranks(listed, note)
+        return self._texts[key]
+
+    def _describe_share(self, ranks: Sequence[int]) -> str:
+        """Return how many of the ranks are on which hosts: on those with all their ranks, then on others."""
+        here = Counter(self._places[rank].host for rank in ranks)
+        whole = [host for host, count in here.items() if count == self._per_host[host]]
+        others = {host: count for host, count in here.items() if count < self._per_host[host]}
+        texts = [f"all ranks of {_count_hosts(whole)}"] if whole else []
+        if others:
+            least, most = min(others.values()), max(others.values())
+            each = f"{least}-{most} ranks" if most > least else f"{most} rank{'s' if most > 1 else ''}"
+            texts.append(f"{each} on {'each of ' if len(others) > 1 else ''}{_count_hosts([*others])}")
+        return "; ".join(texts)
+
+    @cached_property
+    def _per_host(self) -> Counter[str]:
+        return Counter(place.host for place in self._places)
+
+    # -- the ranks that were asked
+
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        blocks: dict[object, _Block] = {}
+        for rank in self._answers:
+            block = self._block_of(rank)
+            key = block.where, repr(block.threads), (*block.lacking,), (*block.waits,)
+            if key in blocks:
+                blocks[key].ranks.append(rank)
+            else:
+                blocks[key] = block
+        return [*blocks.values()]
+
+    def _block_of(self, rank: int) -> _Block:
+        answer = self._answers[rank]
+        threads = answer if not isinstance(answer, State) else ()
+        if isinstance(answer, State):
+            where = describe_state(answer, self._places[rank])
+        elif not answer:
+            where = "none of its threads runs Python code of the program"
+        else:
+            inside = f", inside {answer[0].inside}" if answer[0].inside else ""
+            where = f"it is at {answer[0].frames[0]}{inside}"
+        lacking = [each for each in self._finding.stalled if each.missing >> rank & 1]
+        waits = [each for each in self._finding.pending if each.submitted >> rank & 1]
+        return _Block([rank], where, threads, lacking, waits)
+
+    def _block_head(self, block: _Block, detail: _Detail) -> str:
+        lacking = f"not {_done(block.lacking)} {_names_of(block.lacking, detail)}"
+        if len(block.ranks) == 1:
+            place = self._places[block.ranks[0]]
+            return f"rank {block.ranks[0]} on {place} has {lacking}: {block.where}"
+        hosts = [*dict.fromkeys(self._places[rank].host for rank in block.ranks)]
+        where = (
+            block.where.replace("it is", "they are", 1) if block.threads else f"of each rank, {block.where}"
+        )
+        return f"{describe_ranks(block.ranks)} on {describe_hosts(hosts)} have {lacking}: {where}"
+
+    def _block_lines(self, block: _Block, detail: _Detail) -> list[str]:
+        """Return a line on where missing ranks are, then their stacks, then lines on what they wait for."""
+        lines = [self._block_head(block, detail)]
+        for thread in block.threads if detail.frames else ():
+            frames = thread.frames[: detail.frames]
+            lines.append(f"    {thread.name}:")
+            lines += [f"      {frame}: {frame.text}" if frame.text else f"      {frame}" for frame in frames]
+            if left := thread.left_out + len(thread.frames) - len(frames):
+                lines.append(f"      ... and {left} calls further out")
+        who = f"rank {block.ranks[0]} has" if len(block.ranks) == 1 else "they have"
+        lines += [
+            f"    {who} submitted {_name_of(each, detail)}, which waits for {self._ranks(each.missing)}"
+            for each in block.waits[: detail.names]
+        ]
+        if len(block.waits) > detail.names:
+            lines.append(f"    ... and {len(block.waits) - detail.names} more")
+        return lines
+
+    def _not_shown(self, detail: _Detail) -> list[str]:
+        """Return lines about the missing ranks that the text does not describe."""
+        asked = bits_of(self._answers)
+        left = sum(1 << rank for block in self._blocks[detail.blocks :] for rank in block.ranks)
+        lines = [f"{self._ranks(left)}: not shown, as the report is long"] if left else []
+        if left := bits_of(self._finding.missing) & ~asked:
+            lines.append(f"{self._ranks(left)}: not asked, as they are too many for one report")
+        return lines
+
+    def _stacks_left_out(self) -> list[str]:
+        threads = [thread for block in self._blocks for thread in block.threads]
+        calls = sum(len(thread.frames) + thread.left_out for thread in threads)
+        return [f"stacks are left out, with {calls} calls, as the report is long"] if threads else []
+
+    # -- ranks that wait for each other
+
+    def _deadlock_lines(self, detail: _Detail) -> list[str]:
+        show = partial(self._deadlock_line, detail)
+        return cut_lines(self._deadlocks, detail.lines, "lines of such pairs", show)
+
+    @cached_property
+    def _deadlocks(self) -> list[_Deadlock]:
+        """Two sets of ranks each that wait for each other; if all these are few pairs of ranks, each pair."""
+        alike: dict[tuple[int, int], Stalled] = {}
+        for each in self._finding.pending:
+            alike.setdefault((each.submitted, each.missing), each)
+        found: dict[tuple[int, int], _Deadlock] = {}
+        for x, y in combinations(alike.values(), 2):
+            a, b = x.submitted & y.missing, y.submitted & x.missing
+            if a and b:
+                found.setdefault((a, b), (a, b, x, y))
+        if sum(a.bit_count() * b.bit_count() for a, b in found) <= _ALL.lines:
+            pairs = _pairs([*found.values()])
+            order = self._finding.pending.index
+            return sorted(pairs, key=lambda pair: (order(pair[2]), lowest_bit(pair[0]), lowest_bit(pair[1])))
+        return [
+            each if lowest_bit(each[0]) < lowest_bit(each[1]) else _swap(*each) for each in found.values()
+        ]
+
+    def _deadlock_line(self, detail: _Detail, deadlock: _Deadlock) -> str:
+        a, b, x, y = deadlock
+        wait = "waits" if a.bit_count() == 1 else "wait"
+        has, have = ("has" if ranks.bit_count() == 1 else "have" for ranks in (b, a))
+        return (
+            f"deadlock: {self._ranks(a)} {wait} for {_name_of(x, detail)}, which {self._ranks(b)} {has} not"
+            f" submitted, and {self._ranks(b)} for {_name_of(y, detail)}, which {self._ranks(a)} {have}"
+            " not: let all ranks submit both before they wait, or in the same order"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +358,7 @@ class StallSnapshot:
 
 def describe_stall(snapshot: StallSnapshot, places: Sequence[Place]) -> str:
     """Return the report of a rank on which no call ends any more."""
-    tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in snapshot.names] or None
+    tensors = [Stalled(GLOBAL_SET, name, 0.0, 0, 0) for name in snapshot.names] or None
     what = names_of(tensors) if tensors else "the other ranks to join"
     them = "it" if len(snapshot.names) == 1 else "them"
     why = (
@@ -102,27 +377,56 @@ def describe_late_end(snapshot: StallSnapshot, places: Sequence[Place]) -> str:
 
 
 def _suspect_lines(snapshot: StallSnapshot, places: Sequence[Place]) -> list[str]:
-    return [
+    suspects = snapshot.suspects
+    lines = [
         f"rank {rank} on {places[rank]}: {_describe_process(snapshot.states[rank], places[rank])}"
-        for rank in snapshot.suspects[:MOST_ASKED]
+        for rank in suspects[:MOST_ASKED]
     ]
+    left = suspects[MOST_ASKED:]
+    return [*lines, f"{describe_ranks(left)}: not shown, as they are too many"] if left else lines
 
 
 def error_of_stall(snapshot: StallSnapshot, places: Sequence[Place]) -> StallError:
     """Return the error of a rank that ends without an order from rank 0."""
-    text = describe_stall(snapshot, places)
-    missing = {name: list(snapshot.suspects) for name in snapshot.names}
-    stacks = dict(zip(snapshot.suspects, text.splitlines()[1:], strict=False))
+    text, suspects = describe_stall(snapshot, places), snapshot.suspects
+    missing = {name: [*suspects] for name in snapshot.names}
+    stacks = dict(zip(suspects[:MOST_ASKED], text.splitlines()[1:], strict=False))
     limit = "more than PYHVD_STALL_SHUTDOWN_TIME_SECONDS have passed"
     return StallError(f"rank {snapshot.rank} has given up: {text}\n({limit})", missing, stacks)
 
 
-def _name_of(tensor: Stalled) -> str:
+def _pairs(deadlocks: Sequence[_Deadlock]) -> list[_Deadlock]:
+    """Return each two ranks that wait for each other, the lower one first, with their first tensors."""
+    pairs: dict[tuple[int, int], _Deadlock] = {}
+    for ranks, others, x, y in deadlocks:
+        for a in iter_bits(ranks):
+            for b in iter_bits(others):
+                each = 1 << a, 1 << b, x, y
+                pairs.setdefault((min(a, b), max(a, b)), each if a < b else _swap(*each))
+    return [*pairs.values()]
+
+
+def _swap(a: int, b: int, x: Stalled, y: Stalled) -> _Deadlock:
+    return b, a, y, x
+
+
+def _count_hosts(names: Sequence[str]) -> str:
+    """Return ``"host a"`` or ``"625 hosts: h0-h624"``."""
+    return f"host {names[0]}" if len(names) == 1 else f"{len(names):,} hosts: {list_hosts(names)}"
+
+
+def _name_of(tensor: Stalled, detail: _Detail = _ALL) -> str:
     if tensor.name == JOIN_NAME:
         return _shown(tensor.name)
-    if tensor.process_set == GLOBAL_SET:
-        return repr(tensor.name)
-    return f"{tensor.name!r} of process set {tensor.process_set}"
+    name, most = tensor.name, detail.name
+    if len(name) > most:
+        name = f"{name[: most // 2]}...{name[-(most // 2 - 3) :]}"  # names often differ in their ends only
+    name = repr(name)
+    return name if tensor.process_set == GLOBAL_SET else f"{name} of process set {tensor.process_set}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _shown(name: str) -> str:
@@ -130,9 +434,13 @@ def _shown(name: str) -> str:
 
 
 def names_of(tensors: Sequence[Stalled]) -> str:
-    """Return the names of tensors; of many, the first ``_NAMES`` and the number of the others."""
-    shown = ", ".join(_name_of(each) for each in tensors[:_NAMES])
-    more = len(tensors) - _NAMES
+    """Return the names of tensors; of many, the first six and the number of the others."""
+    return _names_of(tensors, _ALL)
+
+
+def _names_of(tensors: Sequence[Stalled], detail: _Detail) -> str:
+    shown = ", ".join(_name_of(each, detail) for each in tensors[: detail.names])
+    more = len(tensors) - detail.names
     return f"{shown} and {more} more" if more > 0 else shown
 
 
@@ -161,82 +469,6 @@ def _headline(finding: Finding) -> str:
     return f"{what} waited for more than {finding.limit:g} s, because some ranks have not submitted {them}"
 
 
-def _tensor_lines(stalled: Sequence[Stalled], now: float) -> list[str]:
-    together: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Stalled]] = {}
-    for each in stalled:
-        together.setdefault((each.missing, each.submitted), []).append(each)
-    lines = []
-    for (missing, submitted), tensors in together.items():
-        oldest = now - min(each.since for each in tensors)
-        by = describe_ranks(submitted) if submitted else "no rank"
-        lines.append(
-            f"  {names_of(tensors)}: not {_done(tensors)} by {describe_ranks(missing)},"
-            f" {_done(tensors)} by {by} (waiting for {oldest:.0f} s)"
-        )
-    return _cut(lines, "of such tensors")
-
-
-def _rank_lines(
-    rank: int, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place]
-) -> list[str]:
-    """Return a line on where a missing rank is, then lines with its stacks and with what it waits for."""
-    lacking = [each for each in finding.stalled if rank in each.missing]
-    answer = answers[rank]
-    threads = answer if not isinstance(answer, State) else ()
-    if isinstance(answer, State):
-        where = describe_state(answer, places[rank])
-    elif not answer:
-        where = "none of its threads runs Python code of the program"
-    else:
-        inside = f", inside {answer[0].inside}" if answer[0].inside else ""
-        where = f"it is at {answer[0].frames[0]}{inside}"
-    lines = [f"rank {rank} on {places[rank]} has not {_done(lacking)} {names_of(lacking)}: {where}"]
-    for thread in threads:
-        lines.append(f"    {thread.name}:")
-        lines += [
-            f"      {frame}: {frame.text}" if frame.text else f"      {frame}" for frame in thread.frames
-        ]
-        if thread.left_out:
-            lines.append(f"      ... and {thread.left_out} calls further out")
-    waits = [each for each in finding.pending if rank in each.submitted]
-    for each in waits[:_NAMES]:
-        lines.append(
-            f"    rank {rank} has submitted {_name_of(each)}, which waits for {describe_ranks(each.missing)}"
-        )
-    if len(waits) > _NAMES:
-        lines.append(f"    ... and {len(waits) - _NAMES} more")
-    return lines
-
-
 def _done(tensors: Sequence[Stalled]) -> str:
     """Return "called" for join(), and "submitted" for tensors; a report never has both."""
     return "called" if tensors[0].name == JOIN_NAME else "submitted"
-
-
-def _not_asked(finding: Finding, answers: Mapping[int, Answer]) -> list[str]:
-    left = [rank for rank in finding.missing if rank not in answers]
-    return [f"{describe_ranks(left)}: not asked, as they are too many for one report"] if left else []
-
-
-def _circles(finding: Finding) -> list[str]:
-    """Return a line for each pair of ranks that wait for each other."""
-    first: dict[tuple[int, int], Stalled] = {}
-    for each in finding.pending:
-        for waiting in each.submitted:
-            for missing in each.missing:
-                first.setdefault((waiting, missing), each)
-    lines = []
-    for (a, b), mine in first.items():
-        theirs = first.get((b, a))
-        if a < b and theirs is not None:
-            lines.append(
-                f"deadlock: rank {a} waits for {_name_of(mine)}, which rank {b} has not"
-                f" submitted, and rank {b} for {_name_of(theirs)}, which rank {a} has"
-                " not: let all ranks submit both before they wait, or in the same order"
-            )
-    return _cut(lines, "of such pairs")
-
-
-def _cut(lines: list[str], what: str) -> list[str]:
-    left = len(lines) - _LINES
-    return [*lines[:_LINES], f"  ... and {left} more lines {what}"] if left > 0 else lines

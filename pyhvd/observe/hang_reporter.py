@@ -32,6 +32,10 @@ _log = logging.getLogger("pyhvd")
 Send = Callable[[int, bytes], object]
 
 
+def _log_warning(text: str) -> None:
+    _log.warning("%s", text)
+
+
 @dataclass(frozen=True, slots=True)
 class RankLocations:
     """Where the ranks are, as this one knows it.
@@ -74,6 +78,8 @@ class HangReporter:
         ``pending(now)`` returns all that waits; see :meth:`pyhvd.controller.Coordinator.stalled`.
     count : callable
         ``count(tensors, warned)`` is told how many are overdue, and whether that has just been reported.
+    warn : callable, optional
+        Gets the text of each warning; by default it is logged.
 
     Attributes
     ----------
@@ -90,12 +96,14 @@ class HangReporter:
         send: Send,
         pending: Callable[[float], list[Stalled]],
         count: Callable[[int, bool], None],
+        warn: Callable[[str], object] = _log_warning,
     ) -> None:
         self._inspector = inspector
         self._where = where
         self._send = send
         self._pending = pending
         self._count = count
+        self._warn = warn
         self._inquiry: Inquiry | None = None
         self._number = 0
         self._resumed = 0.0
@@ -164,7 +172,7 @@ class HangReporter:
         answers = {rank: answer for rank, answer in answers.items() if rank in missing}
         if finding.ends_job:
             return error_of(finding, answers, places, now)
-        _log.warning("%s", warning_of(finding, answers, places, now))
+        self._warn(warning_of(finding, answers, places, now))
         self._count(len(finding.stalled), True)
         return None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pyhvd.common.processes import State
 from pyhvd.common.stacks import ThreadStack
 from pyhvd.controller import Stalled
-from pyhvd.negotiation.messages import StackReport
+from pyhvd.negotiation.messages import StackReport, iter_bits
 
 ANSWER_SECONDS = 2.0
 """How long a rank may take to say where it stands."""
@@ -46,7 +46,10 @@ class Finding:
     @property
     def missing(self) -> list[int]:
         """The ranks that have not submitted one of them."""
-        return sorted({rank for each in self.stalled for rank in each.missing})
+        missing = 0
+        for each in self.stalled:
+            missing |= each.missing
+        return iter_bits(missing)
 
     def still(self, pending: Sequence[Stalled]) -> Finding | None:
         """Return what is left of it, by what is pending now; None for nothing."""
@@ -123,17 +126,22 @@ Answer = list[ThreadStack] | State
 
 @dataclass(slots=True)
 class Inquiry:
-    """Where are the ranks of a finding? Ends when all have answered, or ``until`` (s)."""
+    """Where are the ranks of a finding? Ends when all have answered, or ``until`` (s).
+
+    Attributes
+    ----------
+    asked : list of int
+        The ranks that are to say where they stand.
+    """
 
     number: int
     finding: Finding
     until: float
     answers: dict[int, Answer] = field(default_factory=dict)
+    asked: list[int] = field(init=False)
 
-    @property
-    def asked(self) -> list[int]:
-        """The ranks that are to say where they stand."""
-        return self.finding.missing[:MOST_ASKED]
+    def __post_init__(self) -> None:
+        self.asked = self.finding.missing[:MOST_ASKED]
 
     def take(self, rank: int, report: StackReport) -> None:
         """Take a rank's answer, unless it belongs to an earlier question."""

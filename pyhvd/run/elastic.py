@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pyhvd.job.discovery import Discovery
+from pyhvd.job.discovery import ScriptDiscovery
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.facts import gather
@@ -33,7 +33,7 @@ from pyhvd.job.rendezvous import PmiRendezvous
 from pyhvd.job.status_line import StatusLine
 from pyhvd.job.store import Store, StoreError, StoreOrder, open_folder
 from pyhvd.run.cli import Options
-from pyhvd.run.elastic_job import ElasticJob
+from pyhvd.run.elastic_job import ElasticJob, Finds
 from pyhvd.run.environment import of_stores, to_send
 from pyhvd.run.hosts import Host, HostSeats, Seats
 from pyhvd.run.launch_agent import explain, ssh_command
@@ -82,7 +82,7 @@ class CommandJob(ElasticJob):
     agent : str
         The agent's command: a template.
     known : sequence of HostSeats
-        The hosts of the user; none if a script finds them.
+        The hosts of the user; none if discovery finds them.
     membership, discovery, status
         See :class:`ElasticJob`.
     output : Output
@@ -103,7 +103,7 @@ class CommandJob(ElasticJob):
         agent: str,
         known: Sequence[HostSeats],
         membership: Membership,
-        discovery: Discovery | None,
+        discovery: Finds | None,
         output: Output,
         status: StatusLine | None,
         files: RankFiles,
@@ -200,7 +200,7 @@ def run_found(options: Options) -> int:
     size = options.num_proc or options.elastic.min_np or 1
     script, slots = options.elastic.discovery_script, options.slots_per_host or 1
     assert script is not None
-    with contextlib.closing(Discovery([script], slots)) as discovery:
+    with contextlib.closing(ScriptDiscovery([script], slots)) as discovery:
         return _run(options, agent, size, (), None, discovery)
 
 
@@ -224,7 +224,7 @@ def _run(
     size: int,
     known: Sequence[HostSeats],
     fixed: Sequence[FoundHost] | None,
-    discovery: Discovery | None,
+    discovery: Finds | None,
 ) -> int:
     elastic, limits = options.elastic, limits_of(options, size)
     status = StatusLine(sys.stderr, is_terminal(sys.stderr))

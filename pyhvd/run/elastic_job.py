@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pyhvd.common.text import list_hosts
 from pyhvd.job.agent_command import AgentCommand, AgentProcess
 from pyhvd.job.discovery import Failed, Found
 from pyhvd.job.errors import LaunchError
@@ -64,7 +65,6 @@ class _Starting:
         self.words = words
         self.command = command
         self.until = until
-        self._has_spoken = False
 
     def is_up(self) -> bool:
         """Return whether the agent has spoken, so that its side of the handshake is over too.
@@ -74,11 +74,11 @@ class _Starting:
         connection = self.command.connection
         try:
             connection.pump_out()
-            self._has_spoken = self._has_spoken or bool(connection.pump_in())
+            connection.pump_in()
         except ChannelError:
             connection.close()
             return False
-        return self._has_spoken
+        return connection.spoken
 
     def has_failed(self, now: float) -> bool:
         """Return whether it will not come up."""
@@ -166,6 +166,11 @@ class ElasticJob(ABC):
         """Start an agent; raise OSError if that is not possible."""
         return AgentCommand(command, Secret().reveal())
 
+    def end_command(self, host: str, command: AgentProcess) -> None:  # noqa: ARG002
+        """End the agent of a host that leaves the job."""
+        command.end()
+        command.close()
+
     @abstractmethod
     def explain(self, host: str, code: int, said: str) -> tuple[str, bool]:
         """Return why a host's command failed; see :data:`~pyhvd.job.hosts_driver.Explain`."""
@@ -233,7 +238,7 @@ class ElasticJob(ABC):
         """Tell the machine what has happened, and do what it decides."""
         self._look_at_discovery(now)
         self._look_at_agents(now)
-        self._look_at_notices(now)
+        self.look_at_notices(now)
         if self._driver is not None:
             self._membership.committed(self._driver.commits, now)
         for action in self._membership.tick(now):
@@ -277,7 +282,7 @@ class ElasticJob(ABC):
             if not self._has_ranks(host) and not self.kept.has(words):
                 self._lose_agent(host, "its agent is gone", now)
 
-    def _look_at_notices(self, now: float) -> None:
+    def look_at_notices(self, now: float) -> None:
         """Drain the hosts that will be taken away, as their agents or the user say."""
         if self._driver is not None:
             for host, why in self._driver.leaving.items():
@@ -292,7 +297,7 @@ class ElasticJob(ABC):
     def _drain(self, host: str, now: float) -> str:
         """Drain a host for the user; return what to answer."""
         if not self._membership.drain(host, now, "the user has asked for it"):
-            known = ", ".join(self._membership.hosts)
+            known = list_hosts(self._membership.hosts)
             raise DrainError(f"host {host} is none of the job's hosts: {known}")
         return f"host {host} is drained: its ranks leave at their next commit or check"
 
@@ -329,8 +334,7 @@ class ElasticJob(ABC):
         if starting is not None:
             starting.end()
         elif command is not None:
-            command.end()
-            command.close()
+            self.end_command(host, command)
 
     def _run(self, begins: StartGeneration) -> None:
         """Run one generation to its end, and tell the machine how it ended."""

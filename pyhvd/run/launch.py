@@ -39,7 +39,7 @@ from pyhvd.job.hosts_machine import RankError
 from pyhvd.job.kept_agents import KeptAgents
 from pyhvd.job.network_plans import ANY, parse_wishes
 from pyhvd.job.output import Output
-from pyhvd.run.cli import ElasticOptions, Options
+from pyhvd.run.cli import Options
 from pyhvd.run.clusters.detection import find_rank
 from pyhvd.run.clusters.results import Surroundings
 from pyhvd.run.elastic import RankFiles
@@ -47,7 +47,7 @@ from pyhvd.run.environment import to_send
 from pyhvd.run.function_results import error_of, take_results
 from pyhvd.run.hosts import HostSeats, HostsError, Seats, is_loopback
 from pyhvd.run.launch_agent import check_agent, explain
-from pyhvd.run.launch_elastic import Elastic, launch_elastic, read_elastic
+from pyhvd.run.launch_elastic import Elastic, ElasticCall, launch_elastic, read_elastic
 from pyhvd.run.many_hosts import agent_commands, check_hosts, make_files, wanted_network
 from pyhvd.run.own_host import find_own
 from pyhvd.run.selection import Selection, read_file, select
@@ -197,8 +197,7 @@ class Hosts:
         call: tuple[Any, Any, Any],
         np: int | None,
         job: _Job,
-        elastic: ElasticOptions | None = None,
-        slots: int | None = None,
+        elastic: ElasticCall | None = None,
     ) -> list[Any]:
         if self._kept is None:
             raise ValueError("these hosts are closed: make new ones")
@@ -209,10 +208,7 @@ class Hosts:
         code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, _module_paths())
         with _naming_arguments(), contextlib.ExitStack() as stack:
             if elastic is not None:
-                options = dataclasses.replace(
-                    self._options, elastic=elastic, slots_per_host=slots, directory=directory
-                )
-                return self._launch_elastic(options, code, job)
+                return self._launch_elastic(elastic, directory, code, job)
             seats = self._seats(self._options.num_proc if np is None else check_size(np, "np"))
             spec = JobSpec(seats.size, code, start_timeout=self._options.start_timeout)
             copies = make_files(job.output_filename, seats.size)
@@ -222,13 +218,19 @@ class Hosts:
             with shown as output:
                 return _run(self._make_driver(spec, seats, directory, output, self._kept))
 
-    def _launch_elastic(self, options: Options, code: bytes, job: _Job) -> list[Any]:
-        found_by_script = options.elastic.discovery_script is not None
-        selection = None if found_by_script else _select(options, options.num_proc)
+    def _launch_elastic(self, call: ElasticCall, directory: str, code: bytes, job: _Job) -> list[Any]:
+        options = dataclasses.replace(
+            self._options, elastic=call.options, slots_per_host=call.slots, directory=directory
+        )
+        if call.finds_hosts and (options.hosts is not None or options.hostfile is not None):
+            raise ValueError(
+                "host_discovery_script or discovery finds the hosts: leave hosts and hostfile out"
+            )
+        selection = None if call.finds_hosts else _select(options, options.num_proc)
         files = RankFiles(job.output_filename, options.elastic.max_np or options.num_proc or 1)
         shown = Output(job.stdout, job.stderr, job.prefix_output_with_timestamp, files=files.by_rank)
         with shown as output:
-            return launch_elastic(options, selection, code, output, files)
+            return launch_elastic(options, selection, call.discovery, code, output, files)
 
     def _make_driver(
         self, spec: JobSpec, seats: Seats, directory: str, output: Output, kept: KeptAgents
@@ -276,9 +278,9 @@ def launch(
 ) -> list[R]:
     """Run ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
 
-    For arguments that are not listed here see :class:`Hosts`. With `min_num_proc` or `host_discovery_script`
-    the job is elastic; `max_num_proc`, `slots`, `reset_limit`, `elastic_timeout` and `cooldown_range` are as
-    pyhvdrun's flags. The results are then those of the last ranks.
+    For arguments that are not listed here see :class:`Hosts`. With `min_num_proc`, `host_discovery_script` or
+    `discovery` the job is elastic; `max_num_proc`, `slots`, `reset_limit`, `elastic_timeout` and
+    `cooldown_range` are as pyhvdrun's flags. The results are then those of the last ranks.
 
     Parameters
     ----------
@@ -292,6 +294,8 @@ def launch(
         The files for the ranks' output; by default sys.stdout and sys.stderr.
     output_filename, directory : str, optional
         A folder for copies of the output; and where the ranks run, by default the working directory.
+    discovery : callable, or an object with ``find_available_hosts_and_slots()``
+        Returns the slots of each host, or lines such as ``"h1:2"``; called in another thread each second.
 
     Raises
     ------
@@ -299,16 +303,14 @@ def launch(
         A rank failed, and its exception is the ``__cause__``, or a :class:`RemoteError` if it cannot be sent.
         The ranks could not be started. An argument is invalid, or there are not enough slots.
     """
-    settings = read_elastic(elastic)
-    size = _one_size(np, num_proc)
-    job = _Job(
-        env, *check_text_files(stdout, stderr), output_filename, prefix_output_with_timestamp, directory
-    )
+    wanted = read_elastic(elastic)
+    files = check_text_files(stdout, stderr)
+    job = _Job(env, *files, output_filename, prefix_output_with_timestamp, directory)
     with Hosts(
-        *(hosts, hostfile, size, start_timeout, ssh_port, ssh_identity_file, network_interfaces),
-        *(executable, launch_agent, verbose),
+        *(hosts, hostfile, _one_size(np, num_proc), start_timeout, ssh_port, ssh_identity_file),
+        *(network_interfaces, executable, launch_agent, verbose),
     ) as made:
-        return made._launch((fn, args, kwargs), None, job, settings, elastic.get("slots"))
+        return made._launch((fn, args, kwargs), None, job, wanted)
 
 
 def _one_size(np: int | None, num_proc: int | None) -> int | None:

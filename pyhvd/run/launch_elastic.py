@@ -7,10 +7,11 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from pyhvd.job.call import check_size, expect
-from pyhvd.job.discovery import Discovery
+from pyhvd.job.discovery import CallDiscovery, Discovery, FindsHosts, HostFinder, ScriptDiscovery
 from pyhvd.job.generation_driver import GenerationDriver
 from pyhvd.job.membership import FoundHost, Membership
 from pyhvd.job.output import Output
@@ -35,10 +36,34 @@ class Elastic(TypedDict, total=False):
     cooldown_range: tuple[int, int] | None
     host_discovery_script: str | None
     elastic_timeout: float | None
-    discovery: object
+    discovery: HostFinder | None
 
 
-def read_elastic(given: Mapping[str, Any]) -> ElasticOptions | None:
+@dataclass(frozen=True)
+class ElasticCall:
+    """What a call says of an elastic job.
+
+    Attributes
+    ----------
+    options : ElasticOptions
+        What pyhvdrun's flags can say too.
+    slots : int or None
+        The slots of a host that is given or found without them.
+    discovery : HostFinder or None
+        Finds the hosts; None if a script does, or if they are given.
+    """
+
+    options: ElasticOptions
+    slots: int | None
+    discovery: HostFinder | None
+
+    @property
+    def finds_hosts(self) -> bool:
+        """Whether the hosts are found while the job runs."""
+        return self.discovery is not None or self.options.discovery_script is not None
+
+
+def read_elastic(given: Mapping[str, Any]) -> ElasticCall | None:
     """Return what a call says of an elastic job; None if nothing.
 
     Raises
@@ -52,14 +77,14 @@ def read_elastic(given: Mapping[str, Any]) -> ElasticOptions | None:
     known = {name: value for name, value in given.items() if value is not None}
     if not known:
         return None
-    if "discovery" in known:
-        raise ValueError(
-            f"discovery={known['discovery']!r}: give the path of a script that prints the hosts, with"
-            " host_discovery_script"
-        )
-    script = known.get("host_discovery_script")
-    if "min_num_proc" not in known and script is None:
+    script, finder = known.get("host_discovery_script"), known.get("discovery")
+    if script is not None and finder is not None:
+        raise ValueError("host_discovery_script and discovery both find the hosts: give one of them")
+    if "min_num_proc" not in known and script is None and finder is None:
         raise ValueError(f"{next(iter(known))} is for elastic jobs: give min_num_proc too")
+    good = finder is None or callable(finder) or isinstance(finder, FindsHosts)
+    what = "a function that returns the hosts, or an object with find_available_hosts_and_slots()"
+    expect(good and not isinstance(finder, type), "discovery", finder, what)
     expect(script is None or isinstance(script, str), "host_discovery_script", script, "a path, as str")
     least, most = (
         None if name not in known else check_size(known[name], name)
@@ -76,7 +101,9 @@ def read_elastic(given: Mapping[str, Any]) -> ElasticOptions | None:
         right = len(cooldown) == 2 and low <= cooldown[0] <= cooldown[1] <= high
         expect(right, "cooldown_range", cooldown, f"two numbers of seconds from {low} to {high}")
         settings = dataclasses.replace(settings, cooldown=(float(cooldown[0]), float(cooldown[1])))
-    return settings
+    slots = known.get("slots")
+    expect(slots is None or (type(slots) is int and slots > 0), "slots", slots, "a whole number above 0")
+    return ElasticCall(settings, slots, finder)
 
 
 class _FunctionJob(CommandJob):
@@ -91,8 +118,22 @@ class _FunctionJob(CommandJob):
         _log.warning("%s", text.removeprefix("pyhvd: "))
 
 
+def _discover(options: Options, finder: HostFinder | None) -> Discovery:
+    """Begin to look for hosts, by a function or by the script."""
+    slots, script = options.slots_per_host or 1, options.elastic.discovery_script
+    if finder is not None:
+        return CallDiscovery(finder, slots)
+    assert script is not None
+    return ScriptDiscovery([script], slots)
+
+
 def launch_elastic(
-    options: Options, selection: Selection | None, code: bytes, output: Output, files: RankFiles
+    options: Options,
+    selection: Selection | None,
+    finder: HostFinder | None,
+    code: bytes,
+    output: Output,
+    files: RankFiles,
 ) -> list[Any]:
     """Run a function on ranks that are started again; return the results of the last ones.
 
@@ -101,7 +142,9 @@ def launch_elastic(
     options : Options
         As of a command line.
     selection : Selection or None
-        The hosts; None if a script finds them.
+        The hosts; None if they are found while the job runs.
+    finder : HostFinder or None
+        Finds them; None if a script does.
     code : bytes
         What :func:`~pyhvd.job.function_process.dump_call` wrote.
     output : Output
@@ -114,9 +157,7 @@ def launch_elastic(
     fixed: Sequence[FoundHost] | None = None
     with contextlib.ExitStack() as stack:
         if selection is None:
-            script, slots = options.elastic.discovery_script, options.slots_per_host or 1
-            assert script is not None
-            discovery = stack.enter_context(contextlib.closing(Discovery([script], slots)))
+            discovery = stack.enter_context(contextlib.closing(_discover(options, finder)))
             size = options.num_proc or options.elastic.min_np or 1
             agent = options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file)
         else:

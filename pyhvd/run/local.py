@@ -16,6 +16,7 @@ import sys
 import time
 from types import FrameType
 
+from pyhvd.common.text import list_numbers
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
@@ -188,7 +189,7 @@ class _Job:
             if rank >= 0 and rank not in self._ended and self._kill_at is None:
                 text = f"pyhvd: rank {rank} of {self._size} was lost: the process that watched it was killed"
                 if self._ended:
-                    before = ", ".join(map(str, sorted(self._ended)[:20]))
+                    before = list_numbers(self._ended)
                     text += f" (ended before it: rank {before}; without exit handlers mpiexec then ends all)"
                 self._reports.append(ExitReport(rank, LOST, 1, text))
                 self._end_by(_FAILED_S)
@@ -221,10 +222,10 @@ class _Job:
             say(f"pyhvd: ended by {signal.Signals(self._stopped_by).name}")
             return 128 + self._stopped_by
         if self._start_failed:
-            missing = sorted(set(range(self._size)) - self._seen)
+            missing = set(range(self._size)) - self._seen
             say(
                 f"pyhvd: only {len(self._seen)} of {self._size} ranks started in {self._start_timeout:g} s"
-                f" (missing: {', '.join(map(str, missing[:20]))}); see --start-timeout and --verbose"
+                f" (missing: {list_numbers(missing)}); see --start-timeout and --verbose"
             )
             return 1
         if cause is not None:

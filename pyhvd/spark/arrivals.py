@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pyhvd.job.agent_command import END_S
 from pyhvd.job.discovery import INTERVAL_S, Failed, Found
 from pyhvd.job.member_host import FoundHost
+from pyhvd.job.messages import Hello, Stop, decode_from_agent, encode
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, listen
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
@@ -21,10 +22,19 @@ _MOST_STRANGERS = 64
 
 
 class TaskAgent:
-    """The agent of a task that has connected; see :class:`~pyhvd.job.agent_command.AgentProcess`."""
+    """The agent of a task that has connected; see :class:`~pyhvd.job.agent_command.AgentProcess`.
 
-    def __init__(self, connection: Connection) -> None:
+    Parameters
+    ----------
+    connection : Connection
+        The channel; authenticated.
+    task : int
+        The id that Spark gave to the task; -1 if it is not known.
+    """
+
+    def __init__(self, connection: Connection, task: int) -> None:
         self.connection = connection
+        self.task = task
         self._silent, self._writer = os.pipe()
 
     def fileno(self) -> int:
@@ -39,6 +49,11 @@ class TaskAgent:
         """End the channel: the agent then ends by itself, and its task with it."""
         self.connection.close()
         return 0, ""
+
+    def stop(self, reason: str) -> None:
+        """Do :meth:`end`, and tell the agent why."""
+        self.connection.send(encode(Stop(reason)))
+        self.connection.finish(END_S)
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -70,6 +85,11 @@ class Arrivals:
         """The port of each address."""
         return [listener.getsockname()[1] for listener in self._listeners]
 
+    @property
+    def tasks(self) -> dict[str, int]:
+        """The ids of the tasks that were found last."""
+        return {name: agent.task for name, agent in self._agents.items()}
+
     def take(self) -> list[Found | Failed]:
         """Return the tasks whose agents are connected, once a second, and whenever there are others."""
         for listener in self._listeners:
@@ -90,6 +110,12 @@ class Arrivals:
             raise OSError("the task has ended")
         return self._agents[name]
 
+    def dismiss(self) -> None:
+        """End the agents of all tasks, also of those that have connected since."""
+        self.take()
+        for agent in self._agents.values():
+            agent.connection.close()
+
     def close(self) -> None:
         """Close the sockets, and the connections that nobody has asked for."""
         for listener in self._listeners:
@@ -109,21 +135,23 @@ class Arrivals:
             self._strangers.append((connection, address))
 
     def _know_strangers(self) -> bool:
-        """Make agents of those who hold the key; return whether there is a new one."""
+        """Make agents of those who hold the key and have greeted; return whether there is a new one."""
         before = self._count
         for stranger in list(self._strangers):
             connection, address = stranger
+            greeting = None
             try:
                 connection.pump_out()
-                connection.pump_in()  # a greeting that comes with the proof comes again with the first job
+                for record in connection.pump_in()[:1]:  # it comes again with the first job
+                    greeting = decode_from_agent(record)
             except ChannelError:
                 connection.close()
             late = time.monotonic() > connection.began + HANDSHAKE_S
-            if connection.open and not connection.authenticated and not late:
+            if connection.open and not connection.spoken and not late:
                 continue
             self._strangers.remove(stranger)
-            if connection.open and connection.authenticated:
-                self._agents[f"task {self._count} on {address}"] = TaskAgent(connection)
+            if connection.open and isinstance(greeting, Hello):
+                self._agents[f"task {self._count} on {address}"] = TaskAgent(connection, greeting.task)
                 self._count += 1
             else:
                 connection.close()

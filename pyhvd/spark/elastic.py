@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from pyhvd.job.agent_command import AgentProcess
 from pyhvd.job.call import (
     check_call,
     check_size,
@@ -44,7 +45,8 @@ from pyhvd.spark.api import (
     read_start_timeout,
 )
 from pyhvd.spark.arrivals import Arrivals, TaskAgent
-from pyhvd.spark.elastic_task import ElasticTask
+from pyhvd.spark.decommission import DecommissionWatch, may_decommission
+from pyhvd.spark.elastic_task import DECOMMISSIONED, ElasticTask
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.job import CollectJob
 from pyhvd.spark.slots import count_slots, wait_for_slots
@@ -53,6 +55,10 @@ from pyhvd.transport.tcp.connection import Secret
 _log = logging.getLogger("pyhvd")
 
 _ELASTIC_TIMEOUT_S = 600.0
+# Between two looks at tasks that come when the job is over.
+_LOOK_S = 0.05
+# Of a task, by Spark's default.
+_MOST_FAILURES = "4"
 # The ranks run where Spark runs their tasks.
 _HERE = "."
 
@@ -124,10 +130,14 @@ def _serve(
     secret = Secret()
     with shown as output, contextlib.closing(Arrivals(secret, bound)) as arrivals:
         addresses = list(zip(announced, arrivals.ports, strict=True))
-        task = ElasticTask(addresses, secret, executable)
+        most_failures = int(conf.get("spark.task.maxFailures", _MOST_FAILURES))
+        task = ElasticTask(addresses, secret, executable, most_failures)
         spark = CollectJob(context, wanted.elastic.max_size, task, barrier=False)
         try:
-            with contextlib.closing(_SparkJob(wanted, arrivals, spark, output)) as job:
+            watch = None
+            if may_decommission(conf):
+                watch = DecommissionWatch(lambda: context._jsc.sc().taskScheduler())
+            with contextlib.closing(_SparkJob(wanted, arrivals, spark, output, watch)) as job:
                 return job.serve_function()
         finally:
             _end(spark, arrivals)
@@ -158,9 +168,16 @@ def _limits(
 
 
 def _end(spark: CollectJob, arrivals: Arrivals) -> None:
-    """End the tasks: they end by themselves, as their agents' channels are closed, or are killed."""
+    """End the tasks: they end by themselves, as their agents' channels are closed, or are killed.
+
+    Tasks that have waited for slots begin when others end; they must find the driver, or Spark shows errors.
+    """
+    until = time.monotonic() + JOB_END_S / 3
+    arrivals.dismiss()
+    while not spark.join(_LOOK_S) and time.monotonic() < until:
+        arrivals.dismiss()
     arrivals.close()
-    if not spark.join(JOB_END_S / 3):
+    if not spark.done:
         spark.cancel()
         if not spark.join(JOB_END_S):
             _log.warning("Spark has not ended job group %s within %g s", spark.group, JOB_END_S)
@@ -180,7 +197,14 @@ class _Run:
 class _SparkJob(ElasticJob):
     """An elastic job whose agents are processes beside Spark's tasks."""
 
-    def __init__(self, wanted: _Run, arrivals: Arrivals, spark: CollectJob, output: Output) -> None:
+    def __init__(
+        self,
+        wanted: _Run,
+        arrivals: Arrivals,
+        spark: CollectJob,
+        output: Output,
+        watch: DecommissionWatch | None,
+    ) -> None:
         membership = Membership(wanted.limits, time.monotonic())
         super().__init__(membership, arrivals, None, wanted.start_timeout)
         self._wanted = wanted
@@ -189,6 +213,28 @@ class _SparkJob(ElasticJob):
         self._output = output
         self._letters = secrets.token_hex(3)
         self._start_by = time.monotonic() + wanted.start_timeout
+        self._watch = watch
+
+    def close(self) -> None:
+        """See :meth:`ElasticJob.close`."""
+        if self._watch is not None:
+            self._watch.close()
+        super().close()
+
+    def look_at_notices(self, now: float) -> None:
+        """Drain the agents whose executors are being decommissioned, too."""
+        super().look_at_notices(now)
+        if self._watch is None:
+            return
+        self._watch.tasks = tasks = self._arrivals.tasks
+        for host in sorted(self._watch.leaving & tasks.keys()):
+            self._membership.drain(host, now, DECOMMISSIONED)
+
+    def end_command(self, host: str, command: AgentProcess) -> None:
+        """Let Spark start the task again on another executor, if this one is being decommissioned."""
+        if self._watch is not None and host in self._watch.leaving and isinstance(command, TaskAgent):
+            command.stop(DECOMMISSIONED)
+        super().end_command(host, command)
 
     def step(self, now: float) -> None:
         """See :meth:`ElasticJob.step`."""

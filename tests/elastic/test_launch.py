@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pyhvd as hvd
-from tests.elastic.work import SUM, train
+from tests.elastic.work import SUM, train, train_until_two
 from tests.many_hosts import LOCAL
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,6 +43,41 @@ def test_a_script_finds_the_hosts(tmp_path: Path) -> None:
         launch_agent=LOCAL,
     )
     assert results == [(0, 2, SUM, 1), (1, 2, SUM, 1)]
+
+
+def test_an_object_finds_the_hosts() -> None:
+    """It fails and finds rubbish while the job runs: nothing follows."""
+
+    class Finds:
+        calls = 0
+
+        def find_available_hosts_and_slots(self) -> Any:
+            self.calls += 1
+            if self.calls == 2:
+                raise ValueError("no answer")
+            return {"east": 1, "west": 1} if self.calls == 1 else {"east": 0}
+
+    results = hvd.launch(
+        train, ("rank",), min_num_proc=2, max_num_proc=2, discovery=Finds(), launch_agent=LOCAL
+    )
+    assert results == [(0, 2, SUM, 1), (1, 2, SUM, 1)]
+
+
+def test_a_function_adds_a_host() -> None:
+    began: list[float] = []
+
+    def find() -> list[str]:
+        began.append(time.monotonic())
+        return ["east:1", "west:1"] if len(began) > 2 else ["east"]
+
+    results = hvd.launch(train_until_two, min_num_proc=1, discovery=find, launch_agent=LOCAL)
+    assert results == [(0, 2, 1), (1, 2, 1)]
+    assert min(later - earlier for earlier, later in pairwise(began)) > 0.9
+
+
+def test_a_function_that_fails_at_first_ends_the_job() -> None:
+    with pytest.raises(hvd.LaunchError, match="host discovery: the call raised ZeroDivisionError: "):
+        hvd.launch(train, min_num_proc=1, discovery=lambda: {"east": 1 // 0})
 
 
 def test_output_goes_on_in_the_same_files(tmp_path: Path) -> None:

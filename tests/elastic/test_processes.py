@@ -240,7 +240,7 @@ echo run >> runs
         (_GOOD_FIRST + "sleep 100", "has not ended"),
         (_GOOD_FIRST + "echo '?:x y'", "no host is taken away"),
         (_GOOD_FIRST + "exit 1", "the last good result holds"),
-        (_GOOD_FIRST + "exit 0", "printed no host"),
+        (_GOOD_FIRST + "exit 0", "no host was found"),
     ],
     ids=["flaps", "hangs", "rubbish", "fails", "nothing"],
 )

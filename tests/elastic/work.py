@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,44 @@ def train(fault: str = "") -> tuple[int, int, float, int]:
 
     go(state)
     return hvd.rank(), hvd.size(), float(state.total[0]), hvd.elastic.generation()
+
+
+def train_until_two() -> tuple[int, int, int]:
+    """Commit until there are two ranks; return rank, size and generation."""
+    hvd.init()
+
+    @hvd.elastic.run
+    def go(state: Any) -> None:
+        while hvd.size() < 2:
+            hvd.allreduce(np.ones(1), name="step")
+            state.step += 1
+            state.commit()
+
+    go(hvd.elastic.ObjectState(step=0))
+    return hvd.rank(), hvd.size(), hvd.elastic.generation()
+
+
+def train_until_moved(folder: str) -> tuple[int, str]:
+    """Commit until another generation has two ranks again; return rank, and the name of its Spark worker.
+
+    Rank 0 writes down generation, number and size of each step.
+    """
+    hvd.init()
+
+    @hvd.elastic.run
+    def go(state: Any) -> None:
+        while state.moved < 3:
+            hvd.allreduce(np.ones(1), name="step")
+            state.step += 1
+            state.moved += hvd.elastic.generation() > 0 and hvd.size() == 2
+            if hvd.rank() == 0:
+                with open(f"{folder}/steps", "a") as file:
+                    file.write(f"{hvd.elastic.generation()} {state.step} {hvd.size()}\n")
+            time.sleep(0.05)  # a step's work
+            state.commit()
+
+    go(hvd.elastic.ObjectState(step=0, moved=0))
+    return hvd.rank(), Path.cwd().parents[1].name
 
 
 def agent_of(pid: int) -> int:

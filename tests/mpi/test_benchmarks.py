@@ -39,7 +39,7 @@ QUESTIONS: dict[str, tuple[set[str], int, str]] = {
     "startup": ({"pyhvd", "raw mpi4py"}, 4, "s"),
     "memory": ({"pyhvd", "raw mpi4py"}, 3, "MiB"),
     "halves": ({"pyhvd, float32", "pyhvd, float16", "pyhvd, bfloat16", "MPI Allreduce, float32"}, 1, "s"),
-    "coordinator": (set(), 4, "s MiB"),
+    "scale": (set(), 10, "s messages KiB MiB one-way delays"),
     "oversubscribed": ({"pyhvd, in place", "MPI, pack + Allreduce + unpack"}, 1, "s"),
 }
 
@@ -85,11 +85,11 @@ def test_question(question: str, tmp_path: Path) -> None:
     assert report["question"] == question
     assert report["title"] in printed
     (job,) = report["runs"]
-    assert job["ranks"] == {"oversubscribed": 4, "coordinator": 1}.get(question, 2)
+    assert job["ranks"] == {"oversubscribed": 4, "scale": 1}.get(question, 2)
     assert job["machine"]["mpi"] in printed
     assert len(job["outcomes"]) == cases
     for outcome in job["outcomes"]:
-        assert outcome["unit"] in units.split()
+        assert outcome["unit"] in units
         assert contenders <= {each["name"] for each in outcome["figures"]}
         for each in outcome["figures"]:
             assert len(each["samples"]) == 2

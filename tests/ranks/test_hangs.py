@@ -12,6 +12,7 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.controller import Stalled
+from pyhvd.negotiation.messages import bits_of
 from pyhvd.observe.stall_inspector import Finding
 from pyhvd.testing import RanksFailed, run_ranks
 
@@ -45,7 +46,9 @@ def look_only_when(monkeypatch: pytest.MonkeyPatch, *missing: tuple[int, ...]) -
     look = StallInspector.look
 
     def seen(self: StallInspector, pending: Sequence[Stalled], now: float) -> Finding | None:
-        return look(self, pending if {each.missing for each in pending} == {*missing} else [], now)
+        return look(
+            self, pending if {each.missing for each in pending} == {*map(bits_of, missing)} else [], now
+        )
 
     monkeypatch.setattr(StallInspector, "look", seen)
 

@@ -61,7 +61,7 @@ class Cluster:
     def __init__(self, folder: Path, head: Place) -> None:
         self._folder = folder
         self._stack = ExitStack()
-        self._workers = 0
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}
         log = folder / "master.log"
         try:
             self._start("master.Master", head, (), log, {})
@@ -74,15 +74,18 @@ class Cluster:
         self, name: str, place: Place, env: Mapping[str, str], cores: int = CORES, memory: str = "1g"
     ) -> Path:
         """Start a worker; return its log, which :meth:`wait_for_worker` reads."""
-        self._workers += 1
-        log = self._folder / f"worker-{self._workers}-{name}.log"
+        log = self._folder / f"worker-{len(self._workers) + 1}-{name}.log"
         size = ("--cores", str(cores), "--memory", memory, "--work-dir", str(self._folder / name))
-        self._start("worker.Worker", place, (*size, self.url), log, env)
+        self._workers[log.name] = self._start("worker.Worker", place, (*size, self.url), log, env)
         return log
 
     def wait_for_worker(self, log: Path) -> None:
         """Wait until the master has registered the worker."""
         _wait_for(log, r"(Successfully registered with master)")
+
+    def decommission(self, log: Path) -> None:
+        """Tell a worker, by its log, that its host will be taken away."""
+        self._workers[log.name].send_signal(signal.SIGPWR)
 
     def close(self) -> None:
         """End the master and all workers."""
@@ -90,7 +93,7 @@ class Cluster:
 
     def _start(
         self, name: str, place: Place, arguments: Sequence[str], log: Path, env: Mapping[str, str]
-    ) -> None:
+    ) -> subprocess.Popen[bytes]:
         listening = ("--host", place.address, "--port", "0", "--webui-port", "0")
         own = {
             "SPARK_LOCAL_IP": place.address,
@@ -98,7 +101,7 @@ class Cluster:
             "SPARK_DAEMON_MEMORY": "256m",
         }
         command = [str(_home() / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}"]
-        self._stack.enter_context(
+        return self._stack.enter_context(
             _daemon(
                 place.command([*command, *listening, *arguments]),
                 {**spark_environment(), **own, **env},
@@ -150,7 +153,7 @@ def _home() -> Path:
 
 
 @contextmanager
-def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[None]:
+def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     # However the tests are killed, the kernel ends the processes that they started (util-linux).
     with_us = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
     with log.open("wb") as file:
@@ -163,7 +166,7 @@ def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
             start_new_session=True,
         )
     try:
-        yield
+        yield process
     finally:
         # In a separate session, so that executors end with their worker.
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.work import SUM, train
+from tests.elastic.work import SUM, train, train_until_moved
+from tests.spark.cluster import LOOPBACK, WORKERS, Cluster
 from tests.spark.session import SessionProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -72,3 +74,51 @@ def test_bad_arguments(session: SessionProcess, arguments: dict[str, int], text:
     answer = session.run(train, elastic=True, **arguments)
     assert answer.error == "ValueError", answer
     assert text in answer.text, answer
+
+
+DECOMMISSIONS = {"spark.decommission.enabled": "true"}
+OPTIONS = " ".join(f"-D{name}={value}" for name, value in DECOMMISSIONS.items())
+
+
+@pytest.fixture
+def leaving(tmp_path: Path) -> Iterator[tuple[Cluster, dict[str, Path], SessionProcess]]:
+    """Yield a cluster whose workers can be decommissioned, their logs, and a session on it."""
+    pytest.importorskip("pyspark", reason="make test-spark installs it")
+    cluster = Cluster(tmp_path, LOOPBACK)
+    try:
+        logs = {
+            name: cluster.start_worker(
+                name, LOOPBACK, {"PYHVD_SPARK_HOST_SALT": name, "SPARK_WORKER_OPTS": OPTIONS}
+            )
+            for name in WORKERS
+        }
+        for log in logs.values():
+            cluster.wait_for_worker(log)
+        session = SessionProcess(cluster.url, tmp_path / "driver.log", 4, conf=DECOMMISSIONS)
+        yield cluster, logs, session
+        session.close()
+    finally:
+        cluster.close()
+
+
+def test_a_decommissioned_executor_is_drained_and_its_task_moves(
+    leaving: tuple[Cluster, dict[str, Path], SessionProcess], mark: dict[str, str], tmp_path: Path
+) -> None:
+    cluster, logs, session = leaving
+    session.begin(train_until_moved, str(tmp_path), elastic=True, num_proc=2, min_num_proc=1, env=mark)
+    steps = tmp_path / "steps"
+    wait_until(lambda: steps.exists() and steps.read_text().count("\n") > 3)
+    cluster.decommission(logs["a"])
+    answer = session.end(90)
+    assert [result[1] for result in answer.results] == ["b", "b"], answer
+    lines = [line.split() for line in steps.read_text().splitlines()]
+    assert [int(step) for _, step, _ in lines] == list(range(1, len(lines) + 1))  # none was taken twice
+    sizes = [(generation, size) for generation, _, size in lines]
+    assert list(dict.fromkeys(sizes)) == [("0", "2"), ("1", "1"), ("2", "2")]
+    said = (tmp_path / "driver.log").read_text().splitlines()
+    drained = [line for line in said if line.startswith("host task ") and "is drained" in line]
+    assert [line.partition(" is drained: ")[2] for line in drained] == [
+        "its executor is being decommissioned"
+    ]
+    name = drained[0].partition(" is drained")[0]
+    assert any(line.startswith("generation 1: ") and f"{name} left" in line for line in said), said

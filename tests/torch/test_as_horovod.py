@@ -92,6 +92,7 @@ IMPORTS = {
     "common.util": "_cache extension_available gloo_built mpi_built env nccl_built ddl_built ccl_built"
     " gpu_available check_extension get_ext_suffix split_list is_iterable num_rank_is_power_2",
     "runner": "run",
+    "runner.elastic.discovery": "HostDiscovery HostDiscoveryScript FixedHosts",
     "runner.launch": "run_commandline gloo_built mpi_built",
     "runner.util.threads": "in_thread",
     "spark.common.store": "Store",
@@ -124,6 +125,20 @@ def test_what_programs_probe(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("horovod.run.runner")
     with pytest.raises(ValueError, match="init"):
         importlib.import_module("horovod.torch").rank()
+
+
+def test_what_finds_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(COMPAT)
+    discovery = importlib.import_module("horovod.runner.elastic.discovery")
+    fixed = discovery.FixedHosts({"h1": 2})
+    assert fixed.find_available_hosts_and_slots() == {"h1": 2}
+    fixed.set({"h2": 1})
+    assert fixed.find_available_hosts_and_slots() == {"h2": 1}
+    script = discovery.HostDiscoveryScript("echo h1; echo h2:3", 4)
+    assert script.find_available_hosts_and_slots() == {"h1": 4, "h2": 3}
+    for command, text in [("echo no >&2; exit 3", "ended with code 3: no"), ("echo h:x", "bad line: line 1")]:
+        with pytest.raises(RuntimeError, match=text):
+            discovery.HostDiscoveryScript(command).find_available_hosts_and_slots()
 
 
 @pytest.mark.parametrize("name", ["spark.keras", "spark.lightning", "spark.torch"])

@@ -159,8 +159,8 @@ def test_ranks_are_told_what_waits_for_whom() -> None:
         network.send(rank)
         network.deliver_up(rank, now)
     assert network.coordinator.stalled() == [
-        Stalled(0, "late", 5.0, (0, 2), (1, 3)),
-        Stalled(0, "cached", 7.0, (2,), (0, 1, 3)),
+        Stalled(0, "late", 5.0, 0b101, 0b1010),
+        Stalled(0, "cached", 7.0, 0b100, 0b1011),
     ]
 
 
@@ -172,7 +172,7 @@ def test_time_goes_on_when_bits_become_requests() -> None:
     network.deliver_up(0, 3.0)
     network.submit(1, [Request(RequestType.JOIN, "join.noname")])
     network.coordinator._sets[0]._spill(allreduce("a"), 9.0)
-    assert network.coordinator.stalled() == [Stalled(0, "a", 3.0, (0,), (1,))]
+    assert network.coordinator.stalled() == [Stalled(0, "a", 3.0, 0b1, 0b10)]
 
 
 def test_a_group_that_lacks_a_member_names_it() -> None:

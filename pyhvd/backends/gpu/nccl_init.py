@@ -13,6 +13,7 @@ import msgspec
 
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
+from pyhvd.common.text import list_some
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.transport.fabric import Fabric, allgather_bytes
 
@@ -81,7 +82,8 @@ def open_nccl(
     if any(texts):
         if comm is not None:
             comm.abort()
-        raise Refused("; ".join(f"rank {r} of the set: {text}" for r, text in enumerate(texts) if text))
+        said = [f"rank {r} of the set: {text}" for r, text in enumerate(texts) if text]
+        raise Refused(list_some(said, "; "))
     return NcclBackend(comm, fabric.rank, fabric.size, device, stream, packer, library, by_host)
 
 

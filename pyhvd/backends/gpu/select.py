@@ -13,7 +13,7 @@ from pyhvd.backends.gpu.nccl_init import Refused, open_nccl, usable_version
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.host_id import boot_id
-from pyhvd.common.text import describe_ranks
+from pyhvd.common.text import describe_ranks, list_some
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.transport.fabric import allgather_bytes
 
@@ -105,4 +105,4 @@ def why_not_nccl(ranks: Sequence[RankDevice], members: Sequence[int]) -> str:
 
 
 def _list_texts(texts: Mapping[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
+    return list_some([f"rank {rank}: {text}" for rank, text in sorted(texts.items())], "; ")

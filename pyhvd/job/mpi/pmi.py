@@ -12,6 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pyhvd.common.text import list_numbers
+
 MAX_LINE = 1024
 """Most bytes of a line in MPICH."""
 _MAX_KEY = 64
@@ -101,7 +103,7 @@ class Barrier:
 
     def _check(self) -> None:
         if self._inside and self._gone:
-            waiting, gone = (", ".join(map(str, sorted(group))) for group in (self._inside, self._gone))
+            waiting, gone = list_numbers(self._inside), list_numbers(self._gone)
             raise PmiError(
                 f"rank {gone} has ended without taking part in MPI, but rank {waiting} waits for it in"
                 " MPI_Init or MPI_Finalize: every rank must call pyhvd.init(), or none"

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from pyhvd.common.text import list_numbers
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSING = (signal.SIGTSTP, signal.SIGCONT)
@@ -17,7 +19,6 @@ SAY_WAITING_S = 1.0
 """Ranks that have not ended so long after the signal are named."""
 BLOCKED_OVER_FORK = (*FORWARDED, signal.SIGCHLD)
 
-_NAMED = 20
 _HINTS = {
     signal.SIGKILL: "; was it out of memory? (see dmesg)",
     signal.SIGSEGV: "; set PYTHONFAULTHANDLER=1 to see where",
@@ -46,7 +47,7 @@ def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
 
 def describe_waiting(ranks: Sequence[int]) -> str:
     """Return the line about ranks that are still stopping after a signal."""
-    named = ", ".join(map(str, ranks[:_NAMED]))
+    named = list_numbers(ranks)
     return f"pyhvd: ranks {named} are still stopping, and have {GRACE_S:g} s; Ctrl-C again ends them now"
 
 

@@ -10,13 +10,16 @@ from pyhvd.testing.simulation.cluster import simulate
 from pyhvd.testing.simulation.data_path import Machine
 from pyhvd.testing.simulation.faults import HostLost, RankKilled
 from pyhvd.testing.simulation.network import Network
-from pyhvd.testing.simulation.program import AddSet, Compute, StepEnd, Submit, Tensor, Wait, training
+from pyhvd.testing.simulation.program import AddSet, Compute, Hang, StepEnd, Submit, Tensor, Wait, training
 from pyhvd.testing.simulation.report import Failure, Restart, Simulation, StepReport
+from pyhvd.testing.simulation.stalls import HangReport
 
 __all__ = [
     "AddSet",
     "Compute",
     "Failure",
+    "Hang",
+    "HangReport",
     "HostLost",
     "Machine",
     "Network",

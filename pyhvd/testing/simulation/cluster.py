@@ -13,6 +13,7 @@ from pyhvd.testing.simulation.launcher import ElasticLauncher, Launcher
 from pyhvd.testing.simulation.network import Network
 from pyhvd.testing.simulation.program import Program
 from pyhvd.testing.simulation.report import Simulation, report_on
+from pyhvd.testing.simulation.stalls import Stalls
 from pyhvd.testing.simulation.world import World
 
 
@@ -27,6 +28,7 @@ def simulate(
     machine: Machine | None = None,
     config: Config | None = None,
     elastic: bool = False,
+    hang_reports: bool = False,
     cpu: float | None = None,
     until: float = 3600.0,
 ) -> Simulation:
@@ -53,10 +55,13 @@ def simulate(
         How fast a host copies, adds and sends; see :class:`Machine`.
     config : Config, optional
         The knobs of the job; by default those of a job without any ``PYHVD_`` variable. The simulation uses
-        ``fusion_threshold``, ``cycle_time_ms``, ``chunk_size``, ``staging_size`` and ``cache_capacity``.
+        ``fusion_threshold``, ``cycle_time_ms``, ``chunk_size``, ``staging_size``, ``cache_capacity`` and
+        those of the stall check.
     elastic : bool
         Whether the launcher starts the ranks again when some are lost. The simulation ends when they know
         each other's addresses.
+    hang_reports : bool
+        Whether rank 0 looks for tensors that some ranks do not submit, and reports them, as in a job.
     cpu : float, optional
         CPU seconds that each turn of a process takes. Without it they are measured: then two simulations
         differ by what this computer does beside. With it the same arguments give the same result.
@@ -80,28 +85,46 @@ def simulate(
     >>> len(job.steps), job.unfinished
     (3, [])
     """
+    world, launcher, happened = assemble(
+        hosts, local_ranks, program, network, faults, seed, machine, config, elastic, hang_reports, cpu
+    )
+    with _without_collections():
+        world.run(until)
+    return report_on(world, launcher, happened, faults)
+
+
+def assemble(
+    hosts: int,
+    local_ranks: int,
+    program: Program,
+    network: Network | None = None,
+    faults: Sequence[Fault] = (),
+    seed: int = 0,
+    machine: Machine | None = None,
+    config: Config | None = None,
+    elastic: bool = False,
+    hang_reports: bool = False,
+    cpu: float | None = None,
+) -> tuple[World, Launcher, Faults]:
+    """Return the parts of a simulated job that has not begun; see :func:`simulate`."""
     _check(hosts, local_ranks, faults)
     network, knobs = network or Network(), config or Config()
-    path = DataPath(network, machine or Machine(), knobs.chunk_size, knobs.staging_size)
     world = World(
         hosts,
         local_ranks,
         program,
         network,
-        path,
+        DataPath(network, machine or Machine(), knobs.chunk_size, knobs.staging_size),
         cpu,
         seed,
         knobs.fusion_threshold,
         knobs.cycle_time_ms / 1e3,
         knobs.cache_capacity,
     )
+    if hang_reports:
+        Stalls(world, knobs.stall_check_time_seconds, knobs.stall_shutdown_time_seconds)
     launcher = (ElasticLauncher if elastic else Launcher)(world)
-    happened = Faults(world, launcher, faults, seed)
-    with _without_collections():
-        for rank in world.ranks:
-            world.clock.at(0.0, rank.advance)
-        world.clock.run(until)
-    return report_on(world, launcher, happened, faults)
+    return world, launcher, Faults(world, launcher, faults, seed)
 
 
 def _check(hosts: int, local_ranks: int, faults: Sequence[Fault]) -> None:

@@ -72,7 +72,8 @@ class Faults:
     Attributes
     ----------
     noticed : list of (float, int)
-        When somebody first noticed by himself that a host is lost, and which; in the order of time.
+        When a host, an agent or the launcher noticed a fault by itself, and on which host it was. In the
+        order of time.
     """
 
     def __init__(self, world: World, launcher: Launcher, faults: Sequence[Fault], seed: int) -> None:
@@ -115,6 +116,7 @@ class Faults:
         if host in world.wires.lost or world.ranks[fault.rank].error:
             return
         world.end(world.ranks[fault.rank], KILLED)
+        self.noticed.append((world.clock.now, host))
         self._launcher.report(
             host, ExitReport(fault.rank, SIGNAL, 137, "was killed by SIGKILL", world.clock.now)
         )

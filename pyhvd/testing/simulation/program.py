@@ -57,11 +57,16 @@ class AddSet:
 
 
 @dataclass(frozen=True)
+class Hang:
+    """Do nothing more: the rank submits nothing, and does not end."""
+
+
+@dataclass(frozen=True)
 class StepEnd:
     """The end of a training step; its time is noted."""
 
 
-Action = Compute | Submit | Wait | AddSet | StepEnd
+Action = Compute | Submit | Wait | AddSet | Hang | StepEnd
 Program = Callable[[int, int], Iterator[Action]]
 """Called with the rank and the number of ranks; yields what the rank does."""
 

@@ -35,11 +35,12 @@ from pyhvd.negotiation.messages import (
     unpack_ranks,
 )
 from pyhvd.testing.simulation.agreement import MARK_S
-from pyhvd.testing.simulation.program import AddSet, Compute, StepEnd, Submit, Wait, request_of
+from pyhvd.testing.simulation.program import AddSet, Compute, Hang, StepEnd, Submit, Wait, request_of
 from pyhvd.transport.tree import Tree
 
 if TYPE_CHECKING:
     from pyhvd.testing.simulation.agreement import CoordinatorTable, HostTable
+    from pyhvd.testing.simulation.stalls import Stalls
     from pyhvd.testing.simulation.world import World
 
 _AGAIN_S = 1e-3
@@ -102,6 +103,7 @@ class Rank:
         self.leader = Leader(tree.branch, self.worker.sets) if tree.merges else None
         self.coordinator: Coordinator | None = None
         self.coordinator_table: CoordinatorTable | None = None
+        self.stalls: Stalls | None = None
         self.done = False
         self.error = ""
         self.carried_out: list[object] = []
@@ -127,6 +129,8 @@ class Rank:
         """Go on with the program."""
         now = self._world.clock.now
         for action in self._program:
+            if isinstance(action, Hang):
+                return
             if isinstance(action, Compute):
                 self._world.clock.at(now + action.seconds, self.advance)
                 return
@@ -250,6 +254,8 @@ class Rank:
             elif self._timer != self.leader.due:
                 self._timer = self.leader.due
                 self._world.clock.at(self.leader.due, self.process.call, _nothing)
+        if self.stalls is not None:
+            self.stalls.look()
         if self.coordinator is not None:
             self._respond(self.coordinator)
         self.run_lists()

@@ -1,17 +1,23 @@
-"""What a simulation has shown: its steps, where their time went, and what became of faults. Pure."""
+"""What a simulation has shown: its steps, where their time went, and what became of faults."""
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import BuiltinFunctionType, FunctionType, ModuleType
 
 from pyhvd.testing.simulation.data_path import Cost
 from pyhvd.testing.simulation.faults import KILLED, LOST, Fault, Faults
 from pyhvd.testing.simulation.launcher import ElasticLauncher, Launcher
+from pyhvd.testing.simulation.stalls import HangReport
 from pyhvd.testing.simulation.world import Run, Step, Totals, World
+
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
 @dataclass(frozen=True)
@@ -116,10 +122,14 @@ class Simulation:
         The steps that all ranks ended.
     unfinished : list of int
         Ranks whose program did not end, and that have no error: they wait for ever.
+    memory : int
+        Bytes that rank 0's coordinator and worker hold.
     failure : Failure or None
         What became of faults; None without any.
     restart : Restart or None
         How an elastic job started its ranks again; None if it did not.
+    hang_reports : list of HangReport
+        What rank 0 reported of tensors that some ranks had not submitted.
     """
 
     hosts: int
@@ -127,8 +137,10 @@ class Simulation:
     seconds: float
     steps: list[StepReport] = field(default_factory=list)
     unfinished: list[int] = field(default_factory=list)
+    memory: int = 0
     failure: Failure | None = None
     restart: Restart | None = None
+    hang_reports: list[HangReport] = field(default_factory=list)
 
 
 def report_on(world: World, launcher: Launcher, happened: Faults, faults: Sequence[Fault]) -> Simulation:
@@ -139,9 +151,25 @@ def report_on(world: World, launcher: Launcher, happened: Faults, faults: Sequen
         world.clock.now,
         list(_steps(world)),
         [rank.rank for rank in world.ranks if not rank.done and not rank.error],
+        _memory_of(world.ranks[0].coordinator, world.ranks[0].worker),
         _failure(world, launcher, happened, faults) if faults else None,
         _restart(launcher, faults),
+        world.ranks[0].stalls.reports if world.ranks[0].stalls else [],
     )
+
+
+def _memory_of(*roots: object) -> int:
+    """Return the bytes of objects, and of all that they refer to but code and the simulated cluster."""
+    seen: set[int] = set()
+    left, nbytes = list(roots), 0
+    while left:
+        each = left.pop()
+        outside = type(each).__module__.startswith(__package__) or isinstance(each, _CODE)
+        if id(each) not in seen and not outside:
+            seen.add(id(each))
+            nbytes += sys.getsizeof(each)
+            left += gc.get_referents(each)
+    return nbytes
 
 
 def _steps(world: World) -> Iterator[StepReport]:

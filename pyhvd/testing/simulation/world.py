@@ -174,6 +174,12 @@ class World:
             table.peers = tables
         return tables
 
+    def run(self, until: float) -> bool:
+        """Run all programs from the start up to a time (s); return whether something is still to happen."""
+        for rank in self.ranks:
+            self.clock.at(0.0, rank.advance)
+        return self.clock.run(until)
+
     def make_process(self, settle: Callable[[], object]) -> Process:
         """Return a thread of a simulated process."""
         return Process(self.clock, self._cpu, settle)

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pyhvd.common.text import list_hosts
 from pyhvd.tools.doctor.advice import Finding, Level, between, link_rate, rate, size, span
 from pyhvd.tools.doctor.facts import OPTIONAL, Facts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
@@ -105,7 +106,7 @@ def trial_rows(trial: Trial) -> Rows:
     if found is None:
         yield "trial", f"{trial.ranks or 'no'} ranks, ended after {span(trial.seconds)}"
         return
-    hosts = ", ".join(sorted({each.host for each in found.ranks}))
+    hosts = list_hosts(sorted({each.host for each in found.ranks}))
     yield "trial", f"{len(found.ranks)} ranks on {hosts}, {span(trial.seconds)}"
     yield "binding", _binding(found)
     sizes, damaged = ", ".join(map(size, found.ring.sizes)), len(found.ring.damaged)

@@ -45,6 +45,8 @@ class Connection:
         Whether the peer can still send; False after the end of the connection.
     heard : float
         Time of the last bytes from the peer (time.monotonic).
+    spoken : bool
+        Whether a message of the peer has arrived.
     """
 
     def __init__(self, peer: socket.socket | PipePair, session: Session) -> None:
@@ -58,6 +60,7 @@ class Connection:
         self.open = True
         self.heard = time.monotonic()
         self.began = self.heard
+        self.spoken = False
 
     def fileno(self) -> int:
         """Return the socket's file descriptor, for selectors."""
@@ -128,6 +131,7 @@ class Connection:
         except ChannelError:
             self.open = False
             raise
+        self.spoken = self.spoken or bool(messages)
         self._out += self._session.take_outgoing()
         self.pump_out()
         return messages

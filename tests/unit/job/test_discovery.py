@@ -1,4 +1,4 @@
-"""Discovery of hosts: scripts that print, hang, fail, print rubbish or nothing, and their reader's end."""
+"""Discovery of hosts: scripts and functions that find some, fail, hang, or find rubbish; and its end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pyhvd.job.discovery import Discovery, Failed, Found, parse_hosts
+from pyhvd.job.discovery import (
+    CallDiscovery,
+    Discovery,
+    Failed,
+    Found,
+    HostFinder,
+    ScriptDiscovery,
+    parse_hosts,
+)
 from pyhvd.job.membership import FoundHost
 from tests.waiting import PATIENCE_S, wait_gone, wait_until
 
@@ -69,7 +79,7 @@ def script(folder: Path, text: str, interval: float = 0.01, limit: float = PATIE
     path = folder / "discover"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
-    discovery = Discovery([str(path)], 2, interval, limit)
+    discovery = ScriptDiscovery([str(path)], 2, interval, limit)
     try:
         yield discovery
     finally:
@@ -115,7 +125,7 @@ def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_missing(tmp_path: Path) -> None:
-    discovery = Discovery([str(tmp_path / "none")], interval=PATIENCE_S)
+    discovery = ScriptDiscovery([str(tmp_path / "none")], interval=PATIENCE_S)
     result = first(discovery)
     discovery.close()
     assert isinstance(result, Failed)
@@ -159,8 +169,8 @@ def test_a_script_that_complains_without_end_is_killed(tmp_path: Path) -> None:
 
 def test_a_script_dies_with_the_driver(tmp_path: Path) -> None:
     code = (
-        "import sys, threading; from pyhvd.job.discovery import Discovery;"
-        " discovery = Discovery(sys.argv[1:]); threading.Event().wait()"
+        "import sys, threading; from pyhvd.job.discovery import ScriptDiscovery;"
+        " discovery = ScriptDiscovery(sys.argv[1:]); threading.Event().wait()"
     )
     driver = subprocess.Popen([sys.executable, "-c", code, "/bin/sh", "-c", HANGS.format(tmp_path)])
     try:
@@ -177,3 +187,188 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
         first(discovery)
     after = set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()
     assert len(after) == len(before)
+
+
+@contextlib.contextmanager
+def calls(
+    find: Callable[[], Any] | HostFinder, interval: float = PATIENCE_S, limit: float = PATIENCE_S
+) -> Iterator[Discovery]:
+    discovery = CallDiscovery(find, 2, interval, limit)
+    try:
+        yield discovery
+    finally:
+        since = time.monotonic()
+        discovery.close()
+        discovery.close()
+        assert time.monotonic() < since + AT_ONCE_S
+
+
+class Finder:
+    """Finds hosts as Horovod's classes do; it could be called too."""
+
+    def __init__(self, hosts: Mapping[str, int]) -> None:
+        self.hosts = hosts
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        return self.hosts
+
+    def __call__(self) -> list[str]:
+        raise AssertionError("the method comes first")
+
+
+def lines() -> Iterable[str]:
+    yield "h1"
+    yield "# no host"
+    yield "[fe80::1]:3"
+
+
+@pytest.mark.parametrize(
+    ("find", "hosts"),
+    [
+        (lambda: {"h1": 2, "fe80::1": 3}, [("h1", 2), ("fe80::1", 3)]),
+        (Finder({"h2": 1}), [("h2", 1)]),
+        (lines, [("h1", 2), ("fe80::1", 3)]),
+        (lambda: {"h1", "h1:5"} - {"h1"}, [("h1", 5)]),
+        (dict, []),
+    ],
+)
+def test_a_function_finds_hosts(find: HostFinder, hosts: list[tuple[str, int]]) -> None:
+    with calls(find) as discovery:
+        assert first(discovery) == Found(tuple(FoundHost(*host) for host in hosts), ())
+
+
+LINE = "expected h, h:2 or [fe80::1]:2"
+SLOTS = "expected a whole number above 0"
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        ({"h 1": 2}, "host 'h 1': expected a host name or an IPv6 address"),
+        ({7: 2}, "host 7: expected a host name or an IPv6 address"),
+        ({"-oProxyCommand=x": 2}, "host '-oProxyCommand=x': expected a host name or an IPv6 address"),
+        ({"h1": 0}, f"host 'h1', slots 0: {SLOTS}"),
+        ({"h1": None}, f"host 'h1', slots None: {SLOTS}"),
+        ({"h1": True}, f"host 'h1', slots True: {SLOTS}"),
+        ({"h1": "2"}, f"host 'h1', slots '2': {SLOTS}"),
+        (["h1:0"], f"line 1, 'h1:0': {LINE}"),
+        (["# no host", ("h1", 2)], f"line 2, ('h1', 2): {LINE}"),
+        ([[0] * 500], f"line 1, [{'0, ' * 26}0...: {LINE}"),
+    ],
+)
+def test_a_bad_host_of_a_function_is_named(found: Any, problem: str) -> None:
+    good: Any = {**found, "h8": 1} if isinstance(found, dict) else [*found, "h8:1"]
+    with calls(lambda: good) as discovery:
+        assert first(discovery) == Found((FoundHost("h8", 1),), (problem,))
+
+
+def fails() -> None:
+    raise ValueError("no\ntoken")
+
+
+def fails_late() -> Iterator[str]:
+    yield "h1"
+    raise KeyError("late")
+
+
+def endless() -> Iterator[str]:
+    while True:
+        yield "h1"
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def fails_without_text() -> None:
+    raise Unprintable
+
+
+WHAT = "expected a mapping of hosts to slots, or an iterable of lines such as 'h' or 'h:2'"
+
+
+@pytest.mark.parametrize(
+    ("find", "why"),
+    [
+        (fails, "the call raised ValueError: no\ntoken"),
+        (fails_late, "the call raised KeyError: 'late'"),
+        (
+            fails_without_text,
+            "the call raised tests.unit.job.test_discovery.Unprintable: <exc",
+        ),
+        (lambda: sys.exit(3), "the call raised SystemExit: 3"),
+        (endless, "the call returned more than 65536 lines"),
+        (lambda: None, f"the call returned None: {WHAT}"),
+        (lambda: "h1:2", f"the call returned 'h1:2': {WHAT}"),
+    ],
+)
+def test_a_function_that_fails_says_why(find: Callable[[], Any], why: str) -> None:
+    with calls(find) as discovery:
+        result = first(discovery)
+    assert isinstance(result, Failed)
+    assert result.why.startswith(why)
+
+
+def test_calls_follow_each_other_in_other_threads() -> None:
+    threads: list[threading.Thread] = []
+    running = 0
+
+    def find() -> dict[str, int]:
+        nonlocal running
+        running += 1
+        threads.append(threading.current_thread())
+        alone = running == 1
+        running -= 1
+        return {"h1": len(threads)} if alone else {}
+
+    with calls(find, interval=0.01) as discovery:
+        found: list[Found | Failed] = []
+        while len(found) < 3:
+            assert select.select([discovery], [], [], PATIENCE_S)[0]
+            found += discovery.take()
+    assert found[:3] == [Found((FoundHost("h1", number),), ()) for number in (1, 2, 3)]
+    assert threading.current_thread() not in threads
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_after_a_call_that_was_too_slow_comes_the_next() -> None:
+    """Each limit it is said again, its result does not count, and no other call runs beside it."""
+    began, go = threading.Semaphore(0), threading.Event()
+
+    def find() -> dict[str, int]:
+        began.release()
+        if not go.is_set():
+            go.wait(PATIENCE_S)
+            return {"late": 1}
+        return {"h1": 1}
+
+    slow = Failed("the call has not returned within 0.1 s")
+    with calls(find, interval=0.01, limit=0.1) as discovery:
+        found: list[Found | Failed] = []
+        while len(found) < 2:
+            assert select.select([discovery], [], [], PATIENCE_S)[0]
+            found += discovery.take()
+        assert found[:2] == [slow, slow]
+        assert began.acquire(blocking=False)
+        assert not began.acquire(blocking=False)
+        go.set()
+        while found[-1] == slow:
+            assert select.select([discovery], [], [], PATIENCE_S)[0]
+            found += discovery.take()
+    assert Found((FoundHost("late", 1),), ()) not in found
+    assert found[-1] == Found((FoundHost("h1", 1),), ())
+
+
+def test_a_call_that_hangs_does_not_hold_up_the_end() -> None:
+    hangs = threading.Event()
+    with calls(lambda: hangs.wait(PATIENCE_S), limit=0.05) as discovery:
+        assert isinstance(first(discovery), Failed)
+    hangs.set()
+
+
+def test_nothing_is_left_open_after_calls() -> None:
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    with calls(lambda: {"h1": 1}) as discovery:
+        first(discovery)
+    assert (len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0) == before

@@ -644,7 +644,7 @@ def test_a_result_with_bad_lines_or_without_hosts_takes_no_host_away(bad: bool) 
             "pyhvd: host discovery: line 0, 'x y': expected h; while lines are bad no host is taken away"
         )
     else:
-        assert job.said == ["pyhvd: host discovery: the script printed no host; the last good result holds"]
+        assert job.said == ["pyhvd: host discovery: no host was found; the last good result holds"]
 
 
 def test_a_script_that_fails_ends_the_job_only_at_first() -> None:

@@ -128,6 +128,22 @@ def test_a_rank_that_was_killed_from_outside_is_the_cause_at_once() -> None:
     assert str(failures.error(placements)) == "rank 0 of 3 on host a (Spark task 0) was killed by SIGKILL"
 
 
+@pytest.mark.parametrize(
+    ("rank", "later", "cause"),
+    [
+        (0, 0.2, 0),  # its report may have come later than the loss that follows from it
+        (0, 0.3, 2),
+        (3, 0.3, 3),  # on the lost host itself
+    ],
+)
+def test_a_host_that_was_lost_earlier_is_the_cause(rank: int, later: float, cause: int) -> None:
+    failures = FailureAnalysis()
+    failures.add(ExitReport(2, LOST, 1, "is lost", 10.0), now=100.0)
+    failures.add(ExitReport(rank, SIGNAL, 137, "was killed by SIGKILL", 10.0), now=100.0 + later)
+    by_rank = {placement.rank: placement for placement in placements_of(["a", "a", "b", "b"])}
+    assert failures.cause(by_rank).rank == cause
+
+
 _ENDED_2 = ExitReport(2, ENDED, 14, "exited with code 14", 10.2)
 _MPIEXEC = ExitReport(-1, ENDED, 1, "mpiexec exited with code 1", 9.9)
 

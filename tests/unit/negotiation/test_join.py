@@ -46,14 +46,14 @@ def test_a_join_waits_where_nothing_else_goes_on() -> None:
         network.deliver_up(rank, now)
 
     say(1, JOIN, 5.0)
-    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 5.0, (1,), (0, 2))]
+    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 5.0, 0b10, 0b101)]
     say(0, allreduce("x"), 7.0)
-    assert network.coordinator.stalled() == [Stalled(0, "x", 7.0, (0,), (2,))], "the tensor is what waits"
+    assert network.coordinator.stalled() == [Stalled(0, "x", 7.0, 0b1, 0b100)], "the tensor is what waits"
     say(2, allreduce("x"), 8.0)
     network.settle()
-    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 8.0, (1,), (0, 2))]
+    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 8.0, 0b10, 0b101)]
     say(0, JOIN, 9.0)
-    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 9.0, (0, 1), (2,))]
+    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 9.0, 0b11, 0b100)]
     say(2, JOIN, 10.0)
     network.settle()
     assert network.coordinator.stalled() == []

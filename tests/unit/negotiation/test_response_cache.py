@@ -181,7 +181,7 @@ def test_a_bit_of_a_slot_that_has_been_given_away() -> None:
     network.respond()
     network.deliver_up(1)
     (waiting,) = network.coordinator.stalled()
-    assert (waiting.name, waiting.submitted) == ("old", (1,))
+    assert (waiting.name, waiting.submitted) == ("old", 0b10)
     network.submit(0, [allreduce("old")])
     ends = network.submit(2, [allreduce("old")])
     network.settle()

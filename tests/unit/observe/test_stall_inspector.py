@@ -8,12 +8,12 @@ from hypothesis import given, strategies as st
 from pyhvd.common.processes import State
 from pyhvd.common.stacks import ThreadStack
 from pyhvd.controller import Stalled
-from pyhvd.negotiation.messages import PROTOCOL_VERSION, StackReport
+from pyhvd.negotiation.messages import PROTOCOL_VERSION, StackReport, bits_of
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Finding, Inquiry, StallInspector
 
 
 def stalled(name: str, since: float, missing: tuple[int, ...] = (1,)) -> Stalled:
-    return Stalled(0, name, since, (0,), missing)
+    return Stalled(0, name, since, 1, bits_of(missing))
 
 
 def test_nothing_is_found_before_its_time() -> None:

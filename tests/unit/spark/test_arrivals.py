@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from pyhvd.job.discovery import Found
+from pyhvd.job.facts import hello
 from pyhvd.job.member_host import FoundHost
+from pyhvd.job.messages import Beat, Stop, decode_from_driver, encode
 from pyhvd.spark import arrivals
 from pyhvd.spark.arrivals import Arrivals
 from pyhvd.transport.tcp.connection import Connection, Secret
@@ -32,12 +36,16 @@ def connect(found: Arrivals, secret: Secret) -> Connection:
 
 
 def hosts(found: Arrivals, task: Connection) -> tuple[FoundHost, ...]:
-    """Return what is found next, while the task does its part of the handshake."""
+    """Return what is found next, while the task does its part of the handshake, and greets."""
     results: list[Found] = []
+    greeting = [encode(msgspec.structs.replace(hello(), task=7))]
 
     def is_there() -> bool:
         task.pump_out()
         task.pump_in()
+        if task.authenticated and greeting:
+            assert not results
+            task.send(greeting.pop())
         results.extend(result for result in found.take() if isinstance(result, Found))
         return bool(results)
 
@@ -51,11 +59,72 @@ def test_a_task_is_a_host_with_one_slot(made: tuple[Arrivals, Secret]) -> None:
     assert hosts(found, task) == (HOST,)
     agent = found.agent(HOST.name)
     assert agent.connection.authenticated
+    assert agent.connection.spoken
+    assert found.tasks == {HOST.name: 7}
     assert agent.end() == (0, "")
     agent.close()
     assert found.take() == []  # it is gone, and no other is there
     with pytest.raises(OSError, match="the task has ended"):
         found.agent(HOST.name)
+    task.close()
+
+
+def test_a_task_is_told_why_it_is_stopped(made: tuple[Arrivals, Secret]) -> None:
+    found, secret = made
+    task = connect(found, secret)
+    hosts(found, task)
+    told: list[bytes] = []
+
+    def listen() -> None:
+        while task.open:
+            task.wait(10.0)
+            told.extend(task.pump_in())
+        task.close()
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    agent = found.agent(HOST.name)
+    agent.stop("another one is better")
+    agent.end()
+    agent.close()
+    listener.join()
+    assert [decode_from_driver(record) for record in told] == [Stop("another one is better")]
+
+
+@pytest.mark.parametrize("record", [encode(Beat()), b"\xc1"])
+def test_a_task_that_does_not_greet_is_no_host(made: tuple[Arrivals, Secret], record: bytes) -> None:
+    found, secret = made
+    task = connect(found, secret)
+    unsaid = [record]
+
+    def is_refused() -> bool:
+        assert found.take() == []
+        task.pump_out()
+        task.pump_in()
+        if task.authenticated and unsaid:
+            task.send(unsaid.pop())
+        return not task.open
+
+    wait_until(is_refused, 10.0)
+    task.close()
+
+
+def test_a_task_that_comes_too_late_is_dismissed(made: tuple[Arrivals, Secret]) -> None:
+    found, secret = made
+    task = connect(found, secret)
+    unsaid = [encode(hello())]
+
+    def is_dismissed() -> bool:
+        found.dismiss()
+        task.pump_out()
+        assert task.pump_in() == []
+        if task.authenticated and unsaid:
+            task.send(unsaid.pop())
+        return not task.open
+
+    wait_until(is_dismissed, 10.0)
+    assert not unsaid
+    assert found.take() == []
     task.close()
 
 

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pyhvd.common.text import list_hosts
 from pyhvd.job.connections import Peer
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.messages import (
@@ -205,7 +206,7 @@ class MpiexecRendezvous(Rendezvous):
         started = Counter(host for host, _ in self._proxies.values())
         lacking = [seats[0].host for name, seats in self._seats.items() if started[name] < len(seats)]
         return (
-            f"{self._mpiexec} has not started all ranks on {', '.join(lacking)}. Its daemons there must be"
+            f"{self._mpiexec} has not started all ranks on {list_hosts(lacking)}. Its daemons there must be"
             f" able to connect to any port of this host, {socket.gethostname()}{self._quote()}"
         )
 
