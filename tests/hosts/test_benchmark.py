@@ -45,23 +45,24 @@ def test_simulated_steps_beside_measured_ones(tmp_path: Path) -> None:
         assert [each["name"] for each in outcome["figures"]] == [simulation.MEASURED, simulation.SIMULATED]
 
 
-def test_a_simulated_step_is_judged_by_how_far_it_is_off() -> None:
-    found = []
-    for simulated in (2e-3, 0.5e-3, 1.2e-3):
-        figures = [
-            Figures.of(simulation.MEASURED, OURS, [1e-3]),
-            Figures.of(simulation.SIMULATED, PEER, [simulated]),
-        ]
-        found += simulation.verdicts_of([Outcome("2x1", 4, "s", figures)])
-    assert [round(each.value, 6) for each in found] == [2.0, 2.0, 1.2]
-    assert [each.met for each in found] == [False, False, True]
-    assert found[1].text == "2x1: simulated 0.50 times measured"
-
-
 def _run_of(ours: float, peer: float) -> Run:
     machine = Machine("", "", 2, {}, "", "", [0.0], "", "", "", {}, {}, "")
     figures = [Figures.of(peers.SINGLY, OURS, [ours] * 3), Figures.of(peers.RAW, PEER, [peer] * 3)]
     return Run(2, machine, "mpich", [Outcome("2x1, 4 B", 4, "s", figures)], [])
+
+
+def test_a_simulated_step_is_judged_by_how_far_it_is_off() -> None:
+    run = _run_of(0.0, 0.0)
+    for label, simulated in (("long", 2e-3), ("short", 0.5e-3), ("near", 1.2e-3)):
+        figures = [
+            Figures.of(simulation.MEASURED, OURS, [1e-3]),
+            Figures.of(simulation.SIMULATED, PEER, [simulated]),
+        ]
+        run.outcomes.append(Outcome(label, 4, "s", figures))
+    del run.outcomes[0]
+    found = simulation.verdicts_of([run])
+    assert [(round(each.value, 6), each.met) for each in found] == [(2.0, False), (2.0, False), (1.2, True)]
+    assert found[1].text == "short: simulated 0.50 times measured"
 
 
 def test_a_target_takes_the_median_of_the_runs() -> None:
