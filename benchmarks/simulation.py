@@ -63,11 +63,13 @@ class Measures:
     machine: dict[str, float]
     latency: list[tuple[float, float]]
 
-    def latency_at(self, turns: float) -> float:
-        """Return the latency if so many ranks share a core."""
+    def jitter(self, turns: float) -> float:
+        """Return the seconds by which a message may be later, if so many ranks share a core.
+
+        It waits until its receiver's turn comes, which may be at once.
+        """
         (few, fast), (many, slow) = self.latency
-        share = min(max((turns - few) / (many - few), 0.0), 1.0) if many > few else 0.0
-        return fast + share * (slow - fast)
+        return 2 * max(slow - fast, 0.0) * min((turns - few) / (many - few), 1.0)
 
     def predict(self, shape: str, kind: Kind, rate: float) -> float:
         """Return the seconds of a step, by the simulator.
@@ -85,7 +87,11 @@ class Measures:
         ranks, cores, has = hosts.ranks_of(shape), os.cpu_count() or 1, self.machine
         turns = max(sum(ranks) / cores, 1.0)
         network = Network(
-            latency=self.latency_at(turns), rate=rate, wake=has["wake"], message_cpu=has["message"] * turns
+            latency=self.latency[0][1],
+            jitter=self.jitter(turns),
+            rate=rate,
+            wake=has["wake"],
+            message_cpu=has["message"] * turns,
         )
         machine = Machine(
             copy=has["copy"],

@@ -71,6 +71,12 @@ def test_small_tensors_take_one_step_and_larger_ones_two() -> None:
     assert [cost.bound for cost in steps[1:]] == ["latency"] * 3
 
 
+def test_a_step_waits_for_the_last_of_the_messages() -> None:
+    """The latest of three messages, each up to a second late, is three quarters of a second late."""
+    path = DataPath(Network(latency=1.0, rate=math.inf, jitter=1.0), IDEAL)
+    assert path(RequestType.ALLREDUCE, FLAT, 4, 2).seconds == 1.75
+
+
 @pytest.mark.parametrize(("hosts", "tensors"), [(9, 1), (2, 17)])
 def test_what_does_not_travel_with_the_agreement_takes_a_step(hosts: int, tensors: int) -> None:
     assert DataPath(SLOW, IDEAL)(RequestType.ALLREDUCE, 64, hosts, 1, tensors).latency == SLOW.latency
