@@ -114,7 +114,7 @@ class RankProcess(SupervisedProcess):
     failure : Failed or None
         How the rank failed, by its own report or by its exit code.
     result : bytes or None
-        The result, as :mod:`pyhvd.job.result` has it; empty if its parts were passed on.
+        The result, as :mod:`pyhvd.job.pickles` has it; empty if its parts were passed on.
     """
 
     def __init__(
