@@ -27,6 +27,8 @@ from typing import NoReturn
 from pyhvd.job.mpi.segments import remove, segments_of
 
 _PR_SET_PDEATHSIG = 1
+# A process that is inside the kernel may stop later than it was told to.
+_STOP_S = 1.0
 
 
 def die_with_parent(number: int, parent: int) -> None:
@@ -41,9 +43,12 @@ def die_with_parent(number: int, parent: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def find_end(pid: int) -> os.waitid_result | None:
-    """Return how a child has ended, and leave it unreaped; None while it runs."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+def find_end(pid: int, states: int = os.WEXITED) -> os.waitid_result | None:
+    """Return how a child has ended, and leave it unreaped; None while it runs.
+
+    With ``os.WEXITED | os.WSTOPPED`` a child that is stopped counts too: none of its threads runs then.
+    """
+    return os.waitid(os.P_PID, pid, states | os.WNOHANG | os.WNOWAIT)
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
@@ -92,7 +97,8 @@ def guard(
     if not ended and grace:
         signal_group(pid, signal.SIGTERM)
         ended = _wait(pid, wake, None, grace)
-    segments = set() if ended else segments_of(pid)  # a process that has ended does not show them any more
+    # A process that has ended does not show them any more.
+    segments = set() if ended else _stop_and_find_segments(pid, wake)
     # The process is not reaped yet, so that no other group can have its number.
     signal_group(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -117,14 +123,24 @@ def _close_all_but(*open_fds: int) -> None:
                 os.close(fd)
 
 
-def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None) -> bool:
-    """Return True when the process has ended; False when the owner has died, or after `timeout` seconds."""
+def _stop_and_find_segments(pid: int, wake: int) -> set[str]:
+    """Stop the process, so that it makes no more files, and return those of MPI's shared memory."""
+    signal_group(pid, signal.SIGSTOP)
+    _wait(pid, wake, None, _STOP_S, os.WEXITED | os.WSTOPPED)
+    return segments_of(pid)
+
+
+def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None, states: int = os.WEXITED) -> bool:
+    """Return True when the process has ended; False when the owner has died, or after `timeout` seconds.
+
+    `states` are those of :func:`find_end` for which to wait.
+    """
     until = None if timeout is None else time.monotonic() + timeout
     poll = select.poll()  # a descriptor from the owner may be too large for select()
     for source in (wake, life_fd):
         if source is not None:
             poll.register(source, select.POLLIN)
-    while find_end(pid) is None:
+    while find_end(pid, states) is None:
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             return False
