@@ -60,7 +60,13 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 def guard(
     life_fd: int, body: Callable[[], int], grace: float = 0.0, clean: Callable[[], None] | None = None
 ) -> NoReturn:
-    """Fork a process that runs `body` in a group of its own, and guard it until it ends.
+    """Do :func:`fork_guarded`, and run `body`, which returns the exit code, in the process."""
+    fork_guarded(life_fd, grace, clean)
+    sys.exit(body())
+
+
+def fork_guarded(life_fd: int, grace: float = 0.0, clean: Callable[[], None] | None = None) -> None:
+    """Fork a process in a group of its own, and guard it until it ends; return in the process alone.
 
     The process keeps all descriptors but the lifetime line; the guardian closes them.
 
@@ -68,8 +74,6 @@ def guard(
     ----------
     life_fd : int
         The lifetime line: a socket.
-    body : callable
-        Runs in the process; returns its exit code.
     grace : float
         Seconds from SIGTERM to SIGKILL after the owner has died; 0 sends SIGKILL at once.
     clean : callable, optional
@@ -88,10 +92,10 @@ def guard(
         die_with_parent(signal.SIGKILL, guardian)
         for fd in (wake, waker, life_fd):
             os.close(fd)
-        sys.exit(body())
+        return
     with contextlib.suppress(OSError):  # the process does the same; either may be first
         os.setpgid(pid, pid)
-    _close_all_but(wake, waker, life_fd)
+    close_all_but(wake, waker, life_fd)
     _tell(life_fd, pid)
     ended = _wait(pid, wake, life_fd, None)
     if not ended and grace:
@@ -110,7 +114,7 @@ def guard(
     os._exit(0)
 
 
-def _close_all_but(*open_fds: int) -> None:
+def close_all_but(*open_fds: int) -> None:
     """Close all other descriptors, so that readers of the process's pipes see their end."""
     devnull = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):

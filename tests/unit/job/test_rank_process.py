@@ -89,11 +89,11 @@ def test_a_guardian_that_does_not_end_takes_nothing_from_the_rank() -> None:
 def test_a_guardian_closes_what_is_open_whatever_the_limit() -> None:
     script = """
 import os, resource
-from pyhvd.job.process.guardian import _close_all_but
+from pyhvd.job.process.guardian import close_all_but
 os.dup2(1, 300)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 guarded, life = os.pipe()
-_close_all_but(guarded, life)
+close_all_but(guarded, life)
 left = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
 os._exit(0 if sorted(left) == sorted([0, 1, 2, guarded, life]) else 1)
 """
