@@ -276,6 +276,8 @@ class RankProcess(SupervisedProcess):
             return self._failed(
                 EXIT, guardian, f"could not be started: its Python {how}, and says why on stderr"
             )
+        if code is None and not self._process.pid:
+            return self._failed(LOST, 1, "was not started: the zygote that was to fork it was killed")
         if code is None:
             return self._failed(LOST, 1, "and its guardian were killed")
         if code < 0:
