@@ -205,7 +205,9 @@ def print_run(title: str, run: Run) -> None:
 def print_by_size(title: str, run: Run) -> None:
     """Print a job's medians in one table: a column for each size, a row for each figure."""
     sizes = list(dict.fromkeys(each.nbytes for each in run.outcomes if each.nbytes))
-    table = Table(title=f"{title}, commit {run.machine.commit or 'unknown'}", title_justify="left")
+    machine = run.machine
+    about = f"{machine.cores} cores: {machine.cpu}, {machine.mpi}, commit {machine.commit or 'unknown'}"
+    table = Table(title=f"{title}\n{about}", title_justify="left")
     table.add_column("")
     for size in sizes:
         table.add_column(f"{size:,}", justify="right")

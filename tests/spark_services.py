@@ -13,7 +13,7 @@ import cloudpickle
 from pyhvd.job.driver import DriverService, JobSpec, epoch
 from pyhvd.job.machine import JobMachine
 from pyhvd.job.messages import Member, encode
-from pyhvd.job.result import load
+from pyhvd.job.pickles import load
 from pyhvd.spark.errors import SparkError
 from pyhvd.spark.task_body import run_task
 from pyhvd.transport.tcp.connection import Connection, Secret, connect

@@ -19,12 +19,15 @@ from benchmarks.report import Target
 from benchmarks.tensors import resnet50
 from pyhvd.testing.simulation import (
     AddSet,
+    Hang,
     HostLost,
     Network,
     RankKilled,
     Simulation,
     StepEnd,
+    Submit,
     Tensor,
+    Wait,
     simulate,
     training,
 )
@@ -58,6 +61,10 @@ DELAYS = "one-way delays", "agreement, cached step"
 MESSAGES = "messages", "of a host, cached step"
 NBYTES_FIRST, NBYTES = ("KiB", "of a host, first step"), ("KiB", "of a host, cached step")
 MEMORY = "MiB", "rank 0's machines"
+REPORT, REPORT_CPU = (
+    ("characters", "of a stall report, half of the ranks missing"),
+    ("s", "CPU of a stall report"),
+)
 OF_RANK_0 = (CPU_FIRST, CPU, MESSAGES, NBYTES_FIRST, NBYTES, MEMORY)
 """They may grow like H log H, with H hosts."""
 
@@ -112,6 +119,21 @@ def faults(size: int) -> Values:
     return found
 
 
+def stall(size: int) -> Values:
+    """Measure the report when each second rank does not submit the gradients."""
+
+    def program(rank: int, _: int) -> Iterator[Action]:
+        yield from training(TENSORS, compute=0.08, steps=1)(rank, size)
+        if rank % 2:
+            yield Hang()
+        yield Submit(TENSORS)
+        yield Wait()
+
+    job = simulate(max(size // PER_HOST, 1), min(size, PER_HOST), program, hang_reports=True, until=125.0)
+    (report, *_) = job.hang_reports
+    return {REPORT: len(report.text), REPORT_CPU: job.hang_report_cpu}
+
+
 def _known(size: int, fault: HostLost | RankKilled) -> float:
     failure = _run(size, training(SMALL, compute=0.2, steps=1000), faults=[fault]).failure
     assert failure is not None
@@ -134,7 +156,7 @@ def _run(
     return job
 
 
-TOPICS: tuple[Callable[[int], Values], ...] = (steps, delays, straggler, faults)
+TOPICS: tuple[Callable[[int], Values], ...] = (steps, stall, delays, straggler, faults)
 
 
 def measure(ranks: int, options: Options) -> tuple[list[Outcome], list[str]]:  # noqa: ARG001
@@ -200,6 +222,7 @@ def _targets() -> Iterator[Target]:
 
     yield at_most(10000, DELAYS, 4 * math.log2(1250), 6)
     yield at_most(10000, MOST_CPU, 5e-3, 1e-3)
+    yield at_most(10000, REPORT, 4000, 2000)
     for key in (KILLED, CRASHED, SILENT):
         yield at_most(10000, key, 8.0, 5.0)
     for size, first, cached, memory in ((1024, 0.1, 2e-3, 200), (10000, 1.5, 20e-3, 200)):

@@ -62,6 +62,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     holder = context.current_holder()
     if holder.context is not None and holder.context.runtime.is_here():
         raise RuntimeError("a callback of a handle must not call init(): that waits")
+    if holder.make_world is None:
+        launcher_hooks.before_init()
     with holder.lock:
         if holder.context is not None:
             holder.context.check_usable()

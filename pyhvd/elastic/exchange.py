@@ -9,10 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pyhvd.api.call import refusing
-from pyhvd.api.collectives import Max, Sum, allgather, allreduce_async, broadcast, broadcast_
+from pyhvd.api.collectives import (
+    Max,
+    Sum,
+    allgather,
+    allreduce_async,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+)
 from pyhvd.api.objects import allgather_object, broadcast_object
 from pyhvd.api.process_sets import global_process_set
-from pyhvd.api.topology import rank
+from pyhvd.api.topology import rank, size
 from pyhvd.common.text import describe_values
 from pyhvd.elastic.session import Session
 from pyhvd.engine import context
@@ -23,6 +32,8 @@ from pyhvd.negotiation.messages import RequestType
 NAME = "elastic: "
 """Begins the names of these collectives."""
 _STORED_LOOK_S = 0.005
+# A commit that hosts lack is sent in pieces of so many bytes in all.
+_PIECE = 1 << 26
 
 
 class Agreement(NamedTuple):
@@ -122,30 +133,53 @@ def divide_writing(session: Session) -> None:
     session.writes = vaults.index(vaults[rank()]) == rank()
 
 
-def bring_commit(session: Session) -> Any:
+def bring_commit(session: Session) -> memoryview:
     """Return the bytes of the commit from which this generation goes on, on every rank.
 
-    A host that lacks the commit gets it from the source, and keeps it.
+    A host that holds the commit reads its own vault. A host that lacks it gets it from the source, and keeps
+    it.
+
+    Raises
+    ------
+    RuntimeError
+        The source lacks the commit.
     """
     seal = session.held
-    sends = seal if rank() == session.source else None  # others may hold a commit of another size
-    mine = np.array([not seal, sends.size if sends else 0, sends.generation if sends else 0], np.int64)
-    lacking, length, made_by = allreduce_async(mine, name=f"{NAME}who", op=Max).result().tolist()
-    if not lacking:
-        assert seal is not None
-        return session.vault.read(seal)
+    lacks = seal is None and session.writes
+    mine = [lacks, seal.size if seal else 0, seal.generation if seal else 0]
+    found = allgather(np.array([mine], np.int64), f"{NAME}who").tolist()
+    _, length, generation = found[session.source]
+    if not length:
+        raise RuntimeError(f"rank {session.source} lacks commit {session.commit}, of which it is the source")
+    takers = [each for each, (takes, *_) in enumerate(found) if takes]
+    if takers:
+        _hand_over(session, Seal(session.commit, generation, length), takers)
+    held = session.held
+    assert held is not None
+    return session.vault.read(held)
+
+
+def _hand_over(session: Session, seal: Seal, takers: Sequence[int]) -> None:
+    """Bring the source's commit into the vaults of these ranks, of which each has another one."""
     name = f"{NAME}state"
-    with refusing(RequestType.BROADCAST, name, global_process_set):
-        if rank() == session.source:
-            if seal is None:
-                raise RuntimeError(f"this host lacks commit {session.commit}, of which it is the source")
+    sends, takes = rank() == session.source, rank() in takers
+    with refusing(RequestType.ALLTOALL, name, global_process_set):
+        if sends:
             data = np.frombuffer(session.vault.read(seal), np.uint8)
-        else:  # not into the vault: other ranks of this host may be reading there
-            data = np.empty(length, np.uint8)
-    broadcast_(data, session.source, name)
-    if seal is None and session.writes:
-        session.vault.take(Seal(session.commit, made_by, length), data)
-    return data.data
+        else:
+            data = np.empty(seal.size if takes else 0, np.uint8)
+        if takes:
+            session.vault.reserve(seal.size)
+    piece = max(1, _PIECE // len(takers))
+    for begin in range(0, seal.size, piece):
+        part = data[begin : begin + piece]
+        splits = [len(part) if sends and each in takers else 0 for each in range(size())]
+        received, _ = alltoall(np.tile(part, len(takers)) if sends else part[:0], splits, name)
+        if takes:
+            part[:] = received
+    if takes:
+        session.vault.take(seal, data)
+    barrier()  # before the other ranks of these hosts look into their vaults
 
 
 def _raise_trouble(trouble: Exception | None) -> None:

@@ -107,6 +107,10 @@ def _of_process() -> Session | None:
     return Session(os.environ)
 
 
+# With `--warm init` ranks are forked from a process that is no rank, and may have called this.
+os.register_at_fork(after_in_child=_of_process.cache_clear)
+
+
 def _descriptors(environ: Mapping[str, str]) -> list[int]:
     return [int(environ[name]) for name in DESCRIPTORS]
 

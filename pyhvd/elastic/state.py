@@ -35,8 +35,7 @@ class State:
     def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:  # noqa: ARG002
         self._reset_callbacks: list[Callback] = []
         self._failure_callbacks: list[Callback] = []
-        session = current()
-        self._number = 0 if session is None else session.commit  # of the last commit
+        self._number = 0  # of the last commit
         self._saved: tuple[list[Any], bytes] | None = None
 
     # -- what a subclass defines -----------------------------------------------------------------------
@@ -75,6 +74,10 @@ class State:
         :func:`run` after an error. The rank is killed about 0.25 s later. It can send no tensors any more.
         """
         self._failure_callbacks.extend(callbacks)
+        self._arm_failure_callbacks()
+
+    def _arm_failure_callbacks(self) -> None:
+        """Have the failure callbacks called, if there are any; :meth:`begin` does so again in a rank."""
         session = current()
         if session is None or not self._failure_callbacks:
             return
@@ -183,6 +186,8 @@ class State:
         if session is None or not session.enter(self):
             self.sync()
             return
+        self._number = session.commit
+        self._arm_failure_callbacks()
         exchange.divide_writing(session)
         if not session.commit:
             self.sync()

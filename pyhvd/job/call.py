@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from pyhvd.common.text import describe_exception, sendable
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.result import load
+from pyhvd.job.pickles import load
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 # Most bytes of the ranks' variables: they travel in one message.

@@ -1,7 +1,9 @@
 """What the agent of a host keeps over the generations of an elastic job: the vault, and the processes beside.
 
 The zygote starts beside the ranks of the first generation, which commands start. It takes over as soon as it
-has done its imports; if it is not there, or unfit, commands start the ranks of later generations too.
+has done its imports; if it is not there, or unfit, commands start the ranks of later generations too. A
+zygote that runs the program (:mod:`pyhvd.run.warm_program`) forks the ranks of the first generation too. A
+zygote that was killed is replaced.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyhvd.job.function_process import FunctionProcess, split_call
 from pyhvd.job.messages import Start
 from pyhvd.job.notice import Notice
+from pyhvd.job.process.guardian import signal_group
 from pyhvd.job.program_process import Program, ProgramProcess, program_environment
 from pyhvd.job.rank_process import RankEvents, RankProcess
 from pyhvd.job.store_child import StoreChild
@@ -48,13 +52,11 @@ class ElasticHost:
 
     def make_rank(self, start: Start, code: bytes, events: RankEvents) -> RankProcess:
         """Start a rank; see :data:`pyhvd.job.agent.MakeRank`."""
-        zygote = self._zygote
-        if zygote is None or self._local_size != start.local_size:  # threads of BLAS depend on the size
+        size = start.local_size  # threads of BLAS depend on it
+        if self._zygote is None or self._local_size != size or self._zygote.lost:
             self._begin_zygote(start, split_call(code)[0] if self._function else Program.load(code))
-            zygote = None
-        elif not zygote.fit:
-            zygote = None
-        popen = subprocess.Popen if zygote is None else zygote.popen
+        fit = self._zygote is not None and self._zygote.fit
+        popen = self._zygote.popen if self._zygote is not None and fit else subprocess.Popen
         kind = FunctionProcess if self._function else ProgramProcess
         return kind(start, code, events, self.vault, popen)
 
@@ -70,7 +72,8 @@ class ElasticHost:
         self.end_zygote()
         self._local_size = start.local_size
         with contextlib.suppress(OSError):
-            self._zygote = Zygote(program, program_environment(os.environ, program, start))
+            env = program_environment(os.environ, program, start)
+            self._zygote = Zygote(program, env, start.local_size)
 
     def end_zygote(self) -> None:
         """End the zygote; the next ranks are started by commands."""
@@ -85,22 +88,27 @@ class Zygote:
     Parameters
     ----------
     program : Program
-        The ranks' program, whose imports it does.
+        The ranks' program, whose imports it does; or which it runs until ``init()``, if that is to be warm.
     env : mapping of str to str
         The variables of a rank, which imports read.
+    ranks : int
+        The number of the host's ranks.
     """
 
-    def __init__(self, program: Program, env: Mapping[str, str]) -> None:
+    def __init__(self, program: Program, env: Mapping[str, str], ranks: int) -> None:
         self._channel, theirs = socket.socketpair()
         self._ready = False
         self._unfit = ""
+        self._warm = bool(program.warm)
+        self._requested: deque[ForkedProcess] = deque()  # those that are not forked yet
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pyhvd.job.zygote", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", program.warm or "pyhvd.job.zygote", str(theirs.fileno())],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
+                start_new_session=True,
             )
         except OSError:
             self._channel.close()
@@ -108,20 +116,22 @@ class Zygote:
         finally:
             theirs.close()
         self._channel.settimeout(_ANSWER_S)
-        send(self._channel, Preload(program.arguments, program.directory, program.preload))
+        send(self._channel, Preload(program.arguments, program.directory, program.preload, ranks))
 
     @property
     def fit(self) -> bool:
-        """Whether it can fork now; the first answer that it cannot is told on stderr."""
-        if not self._ready and select.select([self._channel], [], [], 0)[0]:
-            with contextlib.suppress(OSError, ValueError):
-                answer = receive(self._channel)
-                if answer is not None and isinstance(answer[0], Ready):
-                    self._ready, self._unfit = True, answer[0].unfit
-                    if self._unfit:
-                        text = f"pyhvd: ranks start slowly: {self._unfit} when it is imported\n"
-                        os.write(2, text.encode())
-        return self._ready and not self._unfit and self._process.poll() is None
+        """Whether it can be asked to fork now; the first answer that it cannot is told on stderr.
+
+        One that runs the program may be asked before it has come to ``init()``. It tells the user itself.
+        """
+        self._take_answers()
+        return (self._ready or self._warm) and not self._unfit and self._process.poll() is None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was killed."""
+        self._take_answers()
+        return not self._unfit and self._process.poll() is not None
 
     def popen(
         self,
@@ -138,17 +148,19 @@ class Zygote:
         """Start ``python ... -m module argument ...`` as :class:`subprocess.Popen` does, by a fork."""
         at = list(args).index("-m")
         null = os.open(os.devnull, os.O_RDONLY)
+        process = ForkedProcess(self._take_answers)
         try:
             standard = [null if stdin == subprocess.DEVNULL else stdin, stdout, stderr]
             numbers = [0, 1, 2, *pass_fds]
             fork = Fork(args[at + 1], list(args[at + 2 :]), dict(env), cwd or os.getcwd(), numbers)
             send(self._channel, fork, [*standard, *pass_fds])
-            answer = receive(self._channel)
+            self._requested.append(process)
+            asked = self._warm or (self._take_answer(_ANSWER_S) and bool(process.pid))
         except (OSError, ValueError):
-            answer = None
+            asked = False
         finally:
             os.close(null)
-        if answer is None or not isinstance(answer[0], Forked):
+        if not asked:
             self.close()
             return subprocess.Popen(
                 args,
@@ -160,42 +172,81 @@ class Zygote:
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
-        return ForkedProcess(answer[0].pid)
+        return process
+
+    def _take_answers(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the channel may be closed
+            while self._take_answer(0):
+                pass
+
+    def _take_answer(self, timeout: float) -> bool:
+        """Take the zygote's next answer; return whether there was one."""
+        if not select.select([self._channel], [], [], timeout)[0]:
+            return False
+        answer = receive(self._channel)
+        if answer is None:
+            return False
+        if isinstance(answer[0], Ready):
+            self._ready, self._unfit = True, answer[0].unfit
+            if self._unfit and not self._warm:
+                os.write(2, f"pyhvd: ranks start slowly: {self._unfit}\n".encode())
+        elif isinstance(answer[0], Forked):
+            self._requested.popleft().begin(answer[0].pid)
+        return True
 
     def close(self) -> None:
-        """End the zygote; ranks that it has forked stay."""
+        """End the zygote, and what the program has started in it; ranks that it has forked stay."""
         self._channel.close()
-        self._process.kill()
+        if self._process.poll() is None:
+            signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 class ForkedProcess:
-    """A guardian that a zygote has forked: what :class:`subprocess.Popen` offers of it.
+    """A guardian that a zygote has forked, or will fork: what :class:`subprocess.Popen` offers of it.
 
     Its exit code is the zygote's to read, and unknown here.
+
+    Parameters
+    ----------
+    look : callable
+        Looks whether it was forked, and calls :meth:`begin` then.
     """
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, look: Callable[[], None]) -> None:
         self.returncode: int | None = None
+        self._look = look
+        self._pid = 0
+        self._descriptor = -1
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 until it is forked."""
+        if not self._pid:
+            self._look()
+        return self._pid
+
+    def begin(self, pid: int) -> None:
+        """Note that it was forked; or that it never will be, if the id is 0."""
+        self._pid = pid
         try:
-            self._descriptor = os.pidfd_open(pid)
+            self._descriptor = os.pidfd_open(pid) if pid else -1
         except ProcessLookupError:
-            self._descriptor, self.returncode = -1, 0
+            self.returncode = 0
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end."""
-        if self.returncode is None:
+        """Wait for its end; do not wait for a process that is not forked, whose lifetime line has ended."""
+        if self.pid and self.returncode is None:
             poll = select.poll()
             poll.register(self._descriptor, select.POLLIN)
             if not poll.poll(timeout * 1000):
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             os.close(self._descriptor)
             self.returncode = 0
-        return self.returncode
+        return 0
 
     def kill(self) -> None:
         """Kill it."""
-        if self.returncode is None:
+        if self.pid and self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pyhvd.job.messages import Start
+from pyhvd.job.pickles import dump_functions
 from pyhvd.job.program_process import Program, program_environment
 from pyhvd.job.rank import LENGTH, PATHS, RESULT
 from pyhvd.job.rank_process import RankEvents, RankProcess
@@ -35,11 +36,9 @@ def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: 
     paths : iterable of str
         Where the ranks look for modules, before the directories of their Python.
     """
-    import cloudpickle
-
     searched = PATHS.encode(), os.fsencode(os.pathsep.join(paths))
     head = Program("pyhvd.job.function_rank", [], directory, [*env, searched]).dump()
-    return b"".join((LENGTH.pack(len(head)), head, cloudpickle.dumps(call)))
+    return b"".join((LENGTH.pack(len(head)), head, dump_functions(call)))
 
 
 def split_call(code: bytes) -> tuple[Program, memoryview]:

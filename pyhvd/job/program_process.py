@@ -44,6 +44,9 @@ class Program(msgspec.Struct, frozen=True):
         Variables that replace those of the hosts; they may be no UTF-8.
     preload : list of str
         Modules that a zygote imports besides those at the program's top.
+    warm : str
+        In place of :mod:`pyhvd.job.zygote`, a module that runs the program until it calls ``init()``, and
+        forks ranks there; empty without one.
     """
 
     module: str
@@ -51,6 +54,7 @@ class Program(msgspec.Struct, frozen=True):
     directory: str
     env: list[tuple[bytes, bytes]]
     preload: list[str] = []
+    warm: str = ""
 
     def dump(self) -> bytes:
         """Return the program as bytes."""

@@ -4,7 +4,7 @@ The agent sends the length (8 bytes) and the pickle of function, args and kwargs
 rank sends messages of a kind (1 byte), a length and a payload:
 
 1. ENTERING_INIT, without a payload, when it is about to call MPI_Init;
-2. RESULT with the bytes of :mod:`pyhvd.job.result`, or without any to make room in an elastic job; or
+2. RESULT with the bytes of :mod:`pyhvd.job.pickles`, or without any to make room in an elastic job; or
    FAILURE with a :class:`~pyhvd.job.messages.Failed`.
 """
 
@@ -27,8 +27,8 @@ from pyhvd.job.messages import Failed, encode
 from pyhvd.job.mpi import segments
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
+from pyhvd.job.pickles import dump
 from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
-from pyhvd.job.result import dump
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 LENGTH = struct.Struct("!Q")

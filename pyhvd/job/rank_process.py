@@ -114,7 +114,7 @@ class RankProcess(SupervisedProcess):
     failure : Failed or None
         How the rank failed, by its own report or by its exit code.
     result : bytes or None
-        The result, as :mod:`pyhvd.job.result` has it; empty if its parts were passed on.
+        The result, as :mod:`pyhvd.job.pickles` has it; empty if its parts were passed on.
     """
 
     def __init__(
@@ -276,6 +276,8 @@ class RankProcess(SupervisedProcess):
             return self._failed(
                 EXIT, guardian, f"could not be started: its Python {how}, and says why on stderr"
             )
+        if code is None and not self._process.pid:
+            return self._failed(LOST, 1, "was not started: the zygote that was to fork it was killed")
         if code is None:
             return self._failed(LOST, 1, "and its guardian were killed")
         if code < 0:

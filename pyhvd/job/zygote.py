@@ -23,6 +23,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import random
 import runpy
 import select
 import signal
@@ -46,8 +47,7 @@ _TASKS = "/proc/self/task"
 _SAFE_THREADS = ("jemalloc_bg_thd",)
 # The ranks that commands start beside the zygote begin first.
 _FIRST_RANKS_S = 1.0
-# What every rank imports, but for MPI.
-_OWN = (
+OWN = (
     "numpy",
     "pyhvd.api.collectives",
     "pyhvd.api.lifecycle",
@@ -57,6 +57,7 @@ _OWN = (
     "pyhvd.run.user_script",
     "pyhvd.transport.links",
 )
+"""What every rank imports, but for MPI."""
 
 
 class Preload(msgspec.Struct, frozen=True, tag=True):
@@ -70,11 +71,14 @@ class Preload(msgspec.Struct, frozen=True, tag=True):
         Where they run: modules from there are the user's, and are left out.
     names : list of str
         Modules besides those that the program imports at its top.
+    ranks : int
+        The number of the host's ranks.
     """
 
     program: list[str]
     directory: str
     names: list[str] = []
+    ranks: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +112,7 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """Zygote to agent: the process id of the guardian."""
+    """Zygote to agent: the process id of the guardian; 0 if its owner has ended it before."""
 
     pid: int
 
@@ -205,13 +209,13 @@ def preload(names: Iterable[str]) -> str:
     for name in names:
         with contextlib.suppress(Exception):  # the program itself will say why
             importlib.import_module(name)
-        if does := _what_forbids_forks():
-            return f"{name} {does}"
+        if does := what_forbids_forks():
+            return f"{name} {does} when it is imported"
     return ""
 
 
-def _what_forbids_forks() -> str:
-    """Return what a module has done after which this process may not fork, or an empty text."""
+def what_forbids_forks() -> str:
+    """Return what this process has done after which it may not fork, or an empty text."""
     torch = sys.modules.get("torch")
     if "mpi4py.MPI" in sys.modules:
         return "initialises MPI"
@@ -227,7 +231,7 @@ def _has_threads() -> bool:
     """
     if len(os.listdir(_TASKS)) == 1:
         return False
-    pid = _fork()
+    pid = fork()
     if pid == 0:
         os._exit(0)
     with contextlib.suppress(ChildProcessError):  # a handler has reaped it
@@ -236,9 +240,10 @@ def _has_threads() -> bool:
     return any(_thread_name(task) not in _SAFE_THREADS for task in os.listdir(_TASKS) if task != own)
 
 
-def _fork() -> int:
+def fork() -> int:
+    """Fork, though there may be threads: :func:`what_forbids_forks` has looked at them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, at which this module has looked
+        warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
@@ -261,21 +266,35 @@ def serve(channel: socket.socket) -> None:
     rank_env = read_rank_env()
     if rank_env is not None:
         set_defaults(rank_env, os.environ)
-    unfit = preload([*_OWN, *wanted.names, *imports_of(wanted.program, wanted.directory)])
-    gc.collect()
-    gc.freeze()  # a collection in a rank does not touch, and so copy, the pages of what was imported
+    unfit = preload([*OWN, *wanted.names, *imports_of(wanted.program, wanted.directory)])
+    freeze()
     send(channel, Ready(unfit))
     while (request := receive(channel)) is not None:
         message, descriptors = request
         if not isinstance(message, Fork):
             return
-        pid = _fork()
+        pid = fork()
         if pid == 0:
             channel.close()
             become(message, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         send(channel, Forked(pid))
+
+
+def freeze() -> None:
+    """Keep collections in ranks from touching, and so copying, the pages of what exists now."""
+    gc.collect()
+    gc.freeze()
+
+
+def reseed() -> None:
+    """Give this process random numbers of its own."""
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()
 
 
 def _reap() -> None:
@@ -292,8 +311,7 @@ def become(wanted: Fork, descriptors: Sequence[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(wanted.env)
     os.chdir(wanted.directory)
-    if "numpy.random" in sys.modules:  # a new process has a random state of its own
-        sys.modules["numpy.random"].seed()
+    reseed()
     sys.argv = [wanted.module, *wanted.arguments]
     # What ends the guardian, or the rank that it forks, ends the process as in a new one: with exit handlers.
     runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)

@@ -71,6 +71,8 @@ class ElasticOptions:
         Each commit of so many is stored.
     preload : tuple of str
         Modules that zygotes import besides those at the program's top.
+    warm : str
+        How far zygotes come: ``imports``, or ``init``, where they run the program until it calls ``init()``.
     """
 
     discovery_script: str | None = None
@@ -83,6 +85,7 @@ class ElasticOptions:
     store: str = ""
     store_every: int = 1
     preload: tuple[str, ...] = ()
+    warm: str = "imports"
 
     @property
     def wanted(self) -> bool:
@@ -268,9 +271,10 @@ def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> Elas
         store=known.elastic_store,
         store_every=known.elastic_store_every,
         preload=tuple(filter(None, known.preload.split(","))),
+        warm=known.warm,
     )
     flags = ("max_np", "reset_limit", "preemption_command", "elastic_store")
-    given = [flag for flag in flags if getattr(known, flag)]
+    given = [flag for flag in flags if getattr(known, flag)] + ["warm"] * (elastic.warm != "imports")
     if given and not elastic.wanted:
         parser.error(f"--{given[0].replace('_', '-')} is for elastic jobs: give --min-np too")
     sizes = [n for n in (elastic.min_np, known.num_proc, elastic.max_np) if n is not None]
@@ -533,6 +537,13 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="modules that ranks import anyway, e.g. torch,pandas: ranks are forked from a process that has"
         " imported them, and what the program imports at its top",
+    )
+    group.add_argument(
+        "--warm",
+        choices=("imports", "init"),
+        default="imports",
+        help="fork ranks from a process that has done the imports, or, with init, from one that has run the"
+        " program until it calls init(), so that data is loaded once per host (default: imports)",
     )
     group.add_argument(
         "--reset-limit", type=positive_int, metavar="N", help="give up when ranks were started again N times"

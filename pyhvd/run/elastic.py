@@ -43,6 +43,8 @@ from pyhvd.run.selection import Selection
 
 # A store that does not answer holds up the end of the job so long.
 _CLEAR_S = 10.0
+# By how far zygotes come: see :attr:`Program.warm`.
+_WARM = {"imports": "", "init": "pyhvd.run.warm_program"}
 
 
 class RankFiles:
@@ -241,7 +243,9 @@ def _run(
             membership = Membership(limits, time.monotonic(), fixed)
             job = CommandJob(
                 *(options, agent, known, membership, discovery, output, status, files, store),
-                Program("pyhvd.run.program_rank", options.program, directory, sent, preload).dump(),
+                Program(
+                    "pyhvd.run.program_rank", options.program, directory, sent, preload, _WARM[elastic.warm]
+                ).dump(),
             )
             with contextlib.closing(job):
                 job.serve()

@@ -9,17 +9,21 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from pyhvd.job.process.guardian import guard
 
+if TYPE_CHECKING:
+    from pyhvd.job.mpi.rank_env import RankEnv
 
-def _run(control_fd: int) -> int:
+
+def prepare(control_fd: int) -> tuple[list[str], RankEnv, int]:
+    """Make this process ready to be a rank; return its program, its numbers and its control socket."""
     import msgspec
 
     from pyhvd.job.generation_env import read_generation
     from pyhvd.job.mpi.rank_env import let_hangup_end, read_rank_env, set_defaults
     from pyhvd.job.rank import read_code
-    from pyhvd.run.user_script import run_script
 
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # the agent runs in the background of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,8 +37,15 @@ def _run(control_fd: int) -> int:
     let_hangup_end(os.environ)  # the launcher alone sends SIGHUP, and knows of nohup
     if message is not None and rank_env.rank == 0 and (known is None or not known.number):
         print(message, file=sys.stderr, flush=True)
+    return program, rank_env, control.detach()
+
+
+def _run(control_fd: int) -> int:
+    from pyhvd.run.user_script import run_script
+
+    given = prepare(control_fd)
     sys.path.insert(0, "")  # the entry that run_script sets, and that -P leaves out
-    return run_script(program, rank_env, control.detach())
+    return run_script(*given)
 
 
 if __name__ == "__main__":

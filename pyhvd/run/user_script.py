@@ -38,15 +38,18 @@ def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
 
     The supervisor reads :class:`ExitReport` from the pipe `report_fd`.
     """
+    ending = Ending()
+    ending.begin(rank_env, report_fd)
+    return run_program(program, ending)
+
+
+def run_program(program: list[str], ending: Ending) -> int:
+    """Run `program` as ``__main__``; return the exit code. After a failure, report it first."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # By lines, so that a killed rank loses none. Not unbuffered, as with PYTHONUNBUFFERED: print would
         # write a line and its end apart, while ranks share the screen.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     offer_horovod()
-    ending = _Ending(rank_env, report_fd)
-    launcher_hooks.supervised = True
-    launcher_hooks.tell_up = ending.tell_up
-    watch_mpi_import(rank_env, ending.tell_tentative, enter=ending.tell_entering)
     atexit.register(ending.leave)  # the first registered runs last
     if program[0] not in ("-m", "-c") and not os.path.exists(program[0]):
         name = os.path.basename(sys.executable)
@@ -60,7 +63,7 @@ def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
         code = exc.code
         if code is None or code == 0:
             return 0
-        if not can_end_job(rank_env):
+        if not ending.can_end_job:
             set_abort_status(exc)
         if isinstance(code, int):
             return ending.report(EXIT, code & 0xFF or 1, f"pyhvd: {ending.who} called sys.exit({code})")
@@ -69,47 +72,74 @@ def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
         when = time.time()
         # As the interpreter does, for debuggers and for pyhvd's exit handler, which tells the other ranks.
         sys.last_type, sys.last_value, sys.last_traceback = type(exc), exc, exc.__traceback__
-        if not can_end_job(rank_env):
+        if not ending.can_end_job:
             set_abort_status(exc)
         return ending.report(*_classify(exc, ending.who), when)
     return 0
 
 
-class _Ending:
-    """How this rank ends after a failure."""
+class Ending:
+    """How this rank ends after a failure.
 
-    def __init__(self, rank_env: RankEnv, report_fd: int) -> None:
+    A process that runs a program may become a rank later, by :meth:`begin`. Before that there is nobody to
+    report to.
+    """
+
+    def __init__(self) -> None:
+        self._rank_env: RankEnv | None = None
+        self._report_fd = -1
+        self._pid = 0
+        self._code: int | None = None
+        self._text = ""
+        self.who = "the program"
+
+    def begin(self, rank_env: RankEnv, report_fd: int) -> None:
+        """Make this process a rank, which reports to the pipe `report_fd`."""
         self._rank_env = rank_env
         self._report_fd = report_fd
         self._pid = os.getpid()
-        self._code: int | None = None
-        self._text = ""
         self.who = f"{rank_env.title} (pid {self._pid})"
+        launcher_hooks.supervised = True
+        launcher_hooks.tell_up = self.tell_up
+        watch_mpi_import(rank_env, self.tell_tentative, enter=self.tell_entering)
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether this process is a rank."""
+        return self._rank_env is not None
+
+    @property
+    def can_end_job(self) -> bool:
+        """Whether the job ends without MPI_Abort."""
+        return self._rank_env is None or can_end_job(self._rank_env)
 
     def report(self, kind: str, code: int, text: str, when: float | None = None) -> int:
         """Report to the supervisor, which shows the text after the exit handlers, or without them."""
         self._code, self._text = code, text
         _flush()
-        self._send(ExitReport(self._rank_env.rank, kind, code, text, time.time() if when is None else when))
+        self._send(kind, code, text, when)
         return code
 
     def tell_tentative(self, text: str) -> None:
         """Tell the supervisor what to show if this rank ends without a report; "" withdraws it."""
-        self._send(ExitReport(self._rank_env.rank, TENTATIVE, 1, text))
+        self._send(TENTATIVE, 1, text)
 
     def tell_entering(self) -> None:
         """Tell the supervisor that this rank is about to call MPI_Init."""
-        self._send(ExitReport(self._rank_env.rank, ENTERING, 0, ""))
+        self._send(ENTERING, 0, "")
 
     def tell_up(self, up: bool) -> None:
         """Tell the supervisor whether pyhvd is up: then even exit code 0 is a failure to the other ranks."""
         if os.getpid() == self._pid:  # else a child that the rank forked
-            self._send(ExitReport(self._rank_env.rank, UP, int(up), ""))
+            self._send(UP, int(up), "")
             if up:
                 segments.remove_own()
 
-    def _send(self, report: ExitReport) -> None:
-        line = report.dump()
+    def _send(self, kind: str, code: int, text: str, when: float | None = None) -> None:
+        if self._rank_env is None:
+            return
+        at = time.time() if when is None else when
+        line = ExitReport(self._rank_env.rank, kind, code, text, at).dump()
         while line:
             line = line[os.write(self._report_fd, line) :]
 
@@ -118,7 +148,7 @@ class _Ending:
         if self._code is None or os.getpid() != self._pid:
             return
         _flush()
-        if can_end_job(self._rank_env):
+        if self.can_end_job:
             os._exit(self._code)
         # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
         # would follow the traceback and add nothing.

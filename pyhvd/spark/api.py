@@ -27,6 +27,7 @@ from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.interfaces import interface_addresses
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.output import Output
+from pyhvd.job.pickles import dump_functions
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection, check_frame
 from pyhvd.spark.errors import SparkError, StartTimeoutError
@@ -131,10 +132,8 @@ def _run(
     if size is None:
         size = wait_for_slots(lambda: count_slots(context), timeout, is_dynamic(conf))
     dealt = None if df is None else deal(df, size)
-    import cloudpickle
-
     fn, args, kwargs = call
-    code = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    code = dump_functions((fn, tuple(args), dict(kwargs)))
     spec = JobSpec(size, code, rank_variables(env, chosen), executable, timeout)
     bound, announced = driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
     secret = Secret()

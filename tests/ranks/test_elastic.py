@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.elastic import ElasticSampler, ObjectState, State, loop, session
+from pyhvd.elastic import ElasticSampler, ObjectState, State, exchange, loop, session
 from pyhvd.elastic.session import current
 from pyhvd.job.vault import Vault, VaultError
-from pyhvd.testing import run_ranks
+from pyhvd.testing import RanksFailed, run_ranks
 from tests.elastic_hosts import Hosts
 
 
@@ -153,6 +153,33 @@ def test_hosts_that_lack_the_commit_get_it() -> None:
     assert hosts.run([1, 1, 5, 7], lambda: train(0)(make())) == [expected] * 4
     assert numbers(hosts) == [3, 3, 3]
     assert hosts.run([7, 7], lambda: train(0)(make())) == [expected] * 2
+
+
+def test_a_host_that_holds_the_commit_reads_it_while_others_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running statistics, say, differ from host to host; a commit is sent in pieces."""
+    monkeypatch.setattr(exchange, "_PIECE", 64)
+    hosts = Hosts()
+
+    def body() -> Any:
+        @hvd.elastic.run
+        def function(state: Any) -> Any:
+            if not hvd.elastic.generation():
+                state.weights += hvd.rank()
+                state.commit()
+            return state.weights.tolist()
+
+        return function(make())
+
+    hosts.run([0, 1], body)
+    assert hosts.run([0, 1, 1, 2, 3], body) == [[0.0] * 3, [1.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]
+
+
+def test_the_source_must_hold_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts()
+    hosts.run([0, 1], lambda: train(1)(make()))
+    monkeypatch.setattr(session.Session, "held", None)
+    with pytest.raises(RanksFailed, match="rank 0 lacks commit 1, of which it is the source"):
+        hosts.run([0, 1], lambda: train(0)(make()))
 
 
 def test_a_host_that_joins_gets_the_sources_commit_though_others_are_longer() -> None:

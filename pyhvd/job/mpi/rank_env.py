@@ -10,6 +10,8 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from pyhvd.job.generation_env import read_generation
+
 OPENMPI = "Open MPI"
 MPICH = "MPICH"
 OTHER = "unknown"
@@ -103,6 +105,9 @@ def without(environ: Mapping[str, str], *prefixes: str) -> dict[str, str]:
 def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | None:
     """Set OMP_NUM_THREADS, let SIGHUP end a rank, and make waiting ranks yield if there are too few cores.
 
+    Ranks of elastic jobs get no shared memory of UCX: MPICH has its own inside a host, and UCX's files would
+    stay in /dev/shm when ranks are killed.
+
     Variables that the user has set stay. Call it in the process that mpiexec started: its parent must be
     mpiexec's process.
 
@@ -117,6 +122,8 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
             environ.setdefault(name, value)
     if rank_env.launcher == MPICH:  # mpiexec of Open MPI does not pass on that nohup ignores SIGHUP
         let_hangup_end(environ)
+        if read_generation(environ) is not None:
+            environ.setdefault("UCX_TLS", "^sm")
     if "OMP_NUM_THREADS" in environ:
         return None
     threads = mine if mine < cores else max(1, cores // rank_env.local_size)

@@ -5,13 +5,16 @@ which files a process had that has ended. So they are removed in three ways:
 
 1. Under MPICH all ranks of a host have mapped the file when pyhvd is up, and no process opens it again. Then
    a rank removes the name at once.
-2. A guardian removes the names of what a rank has open or mapped before it kills the rank. It has to: Open
-   MPI's files are opened later too, and UCX, which carries MPICH's messages, names its files at random.
+2. A guardian removes the names of what a rank has open or mapped when it kills the rank. It has to: Open
+   MPI's files are opened later too, and UCX, which carries MPICH's messages, names its files at random. The
+   guardian stops the rank before it looks, so that the rank makes no file after that.
 3. MPICH derives the name from that of the world, which PMI gives. When no rank of a world is left on a host,
    its agent removes that name. The file may have been made by a rank that was killed in MPI_Init.
 
-UCX removes the name of a file as soon as it has opened the file. A rank that is killed in between, and not by
-its guardian, leaves it.
+UCX removes the name of a file as soon as it has opened the file. A rank that ends by itself in between leaves
+it. Ranks of elastic jobs may end at any moment, so their UCX makes no files
+(:func:`pyhvd.job.mpi.rank_env.set_defaults`). In other jobs, and if the user sets UCX_TLS, such a rank leaves
+at most one file.
 """
 
 from __future__ import annotations

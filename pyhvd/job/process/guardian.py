@@ -27,6 +27,8 @@ from typing import NoReturn
 from pyhvd.job.mpi.segments import remove, segments_of
 
 _PR_SET_PDEATHSIG = 1
+# A process that is inside the kernel may stop later than it was told to.
+_STOP_S = 1.0
 
 
 def die_with_parent(number: int, parent: int) -> None:
@@ -41,9 +43,12 @@ def die_with_parent(number: int, parent: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def find_end(pid: int) -> os.waitid_result | None:
-    """Return how a child has ended, and leave it unreaped; None while it runs."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+def find_end(pid: int, states: int = os.WEXITED) -> os.waitid_result | None:
+    """Return how a child has ended, and leave it unreaped; None while it runs.
+
+    With ``os.WEXITED | os.WSTOPPED`` a child that is stopped counts too: none of its threads runs then.
+    """
+    return os.waitid(os.P_PID, pid, states | os.WNOHANG | os.WNOWAIT)
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
@@ -55,7 +60,13 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 def guard(
     life_fd: int, body: Callable[[], int], grace: float = 0.0, clean: Callable[[], None] | None = None
 ) -> NoReturn:
-    """Fork a process that runs `body` in a group of its own, and guard it until it ends.
+    """Do :func:`fork_guarded`, and run `body`, which returns the exit code, in the process."""
+    fork_guarded(life_fd, grace, clean)
+    sys.exit(body())
+
+
+def fork_guarded(life_fd: int, grace: float = 0.0, clean: Callable[[], None] | None = None) -> None:
+    """Fork a process in a group of its own, and guard it until it ends; return in the process alone.
 
     The process keeps all descriptors but the lifetime line; the guardian closes them.
 
@@ -63,8 +74,6 @@ def guard(
     ----------
     life_fd : int
         The lifetime line: a socket.
-    body : callable
-        Runs in the process; returns its exit code.
     grace : float
         Seconds from SIGTERM to SIGKILL after the owner has died; 0 sends SIGKILL at once.
     clean : callable, optional
@@ -83,16 +92,17 @@ def guard(
         die_with_parent(signal.SIGKILL, guardian)
         for fd in (wake, waker, life_fd):
             os.close(fd)
-        sys.exit(body())
+        return
     with contextlib.suppress(OSError):  # the process does the same; either may be first
         os.setpgid(pid, pid)
-    _close_all_but(wake, waker, life_fd)
+    close_all_but(wake, waker, life_fd)
     _tell(life_fd, pid)
     ended = _wait(pid, wake, life_fd, None)
     if not ended and grace:
         signal_group(pid, signal.SIGTERM)
         ended = _wait(pid, wake, None, grace)
-    segments = set() if ended else segments_of(pid)  # a process that has ended does not show them any more
+    # A process that has ended does not show them any more.
+    segments = set() if ended else _stop_and_find_segments(pid, wake)
     # The process is not reaped yet, so that no other group can have its number.
     signal_group(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -104,7 +114,7 @@ def guard(
     os._exit(0)
 
 
-def _close_all_but(*open_fds: int) -> None:
+def close_all_but(*open_fds: int) -> None:
     """Close all other descriptors, so that readers of the process's pipes see their end."""
     devnull = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
@@ -117,14 +127,24 @@ def _close_all_but(*open_fds: int) -> None:
                 os.close(fd)
 
 
-def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None) -> bool:
-    """Return True when the process has ended; False when the owner has died, or after `timeout` seconds."""
+def _stop_and_find_segments(pid: int, wake: int) -> set[str]:
+    """Stop the process, so that it makes no more files, and return those of MPI's shared memory."""
+    signal_group(pid, signal.SIGSTOP)
+    _wait(pid, wake, None, _STOP_S, os.WEXITED | os.WSTOPPED)
+    return segments_of(pid)
+
+
+def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None, states: int = os.WEXITED) -> bool:
+    """Return True when the process has ended; False when the owner has died, or after `timeout` seconds.
+
+    `states` are those of :func:`find_end` for which to wait.
+    """
     until = None if timeout is None else time.monotonic() + timeout
     poll = select.poll()  # a descriptor from the owner may be too large for select()
     for source in (wake, life_fd):
         if source is not None:
             poll.register(source, select.POLLIN)
-    while find_end(pid) is None:
+    while find_end(pid, states) is None:
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             return False

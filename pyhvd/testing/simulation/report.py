@@ -130,6 +130,8 @@ class Simulation:
         How an elastic job started its ranks again; None if it did not.
     hang_reports : list of HangReport
         What rank 0 reported of tensors that some ranks had not submitted.
+    hang_report_cpu : float
+        CPU time (s) of the longest look that rank 0 had for them.
     """
 
     hosts: int
@@ -141,10 +143,12 @@ class Simulation:
     failure: Failure | None = None
     restart: Restart | None = None
     hang_reports: list[HangReport] = field(default_factory=list)
+    hang_report_cpu: float = 0.0
 
 
 def report_on(world: World, launcher: Launcher, happened: Faults, faults: Sequence[Fault]) -> Simulation:
     """Return what a simulation has shown."""
+    stalls = world.ranks[0].stalls
     return Simulation(
         world.hosts,
         world.local_ranks,
@@ -154,7 +158,8 @@ def report_on(world: World, launcher: Launcher, happened: Faults, faults: Sequen
         _memory_of(world.ranks[0].coordinator, world.ranks[0].worker),
         _failure(world, launcher, happened, faults) if faults else None,
         _restart(launcher, faults),
-        world.ranks[0].stalls.reports if world.ranks[0].stalls else [],
+        stalls.reports if stalls else [],
+        stalls.longest if stalls else 0.0,
     )
 
 

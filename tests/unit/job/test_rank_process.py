@@ -89,11 +89,11 @@ def test_a_guardian_that_does_not_end_takes_nothing_from_the_rank() -> None:
 def test_a_guardian_closes_what_is_open_whatever_the_limit() -> None:
     script = """
 import os, resource
-from pyhvd.job.process.guardian import _close_all_but
+from pyhvd.job.process.guardian import close_all_but
 os.dup2(1, 300)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 guarded, life = os.pipe()
-_close_all_but(guarded, life)
+close_all_but(guarded, life)
 left = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
 os._exit(0 if sorted(left) == sorted([0, 1, 2, guarded, life]) else 1)
 """
@@ -130,26 +130,21 @@ def test_the_users_parameters_of_open_mpi_reach_ranks_and_daemons() -> None:
     assert rank_environment(given, Start(0, 1, 0, 1, {"OMPI_MCA_btl": "sm"}))["OMPI_MCA_btl"] == "sm"
 
 
-def test_a_guardian_removes_the_shared_memory_that_mpi_left() -> None:
-    """It knows MPI's files by their names, and keeps all others."""
-    names = [
-        f"{prefix}{uuid.uuid4().hex}" for prefix in ("mpich_shm_", "sm_segment.", "ucx_shm_posix_", "own_")
-    ]
-    program = f"""
-import mmap, socket, sys, time
+_GUARDED = """
+import mmap, itertools, os, socket, sys, time
 from pyhvd.job.process.guardian import guard
 
-def body():
-    kept = []
-    for name in {names!r}:
-        with open(f"/dev/shm/{{name}}", "w+b") as file:
-            file.truncate(4096)
-            kept.append(mmap.mmap(file.fileno(), 4096))
-    print("ready", flush=True)
-    time.sleep(1000)
-
-guard(int(sys.argv[1]), body)
+def make(name):
+    with open(f"/dev/shm/{name}", "w+b") as file:
+        file.truncate(4096)
+        return mmap.mmap(file.fileno(), 4096)
 """
+
+
+def _end_guarded(body: str) -> None:
+    """Run the lines of `body`, one of which prints ready, in a guarded process whose owner ends then."""
+    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    program = f"{_GUARDED}\ndef body():\n{lines}\nguard(int(sys.argv[1]), body)\n"
     mine, its = socket.socketpair()
     with mine, its:
         argv = [sys.executable, "-c", program, str(its.fileno())]
@@ -160,12 +155,42 @@ guard(int(sys.argv[1]), body)
             assert guardian.stdout.readline() == b"ready\n"
             mine.shutdown(socket.SHUT_WR)
             assert guardian.wait(10) == 0
-            assert [os.path.exists(f"/dev/shm/{name}") for name in names] == [False, False, False, True]
         finally:
             guardian.kill()
             guardian.stdout.close()
-            for name in names:
-                Path(f"/dev/shm/{name}").unlink(missing_ok=True)
+
+
+def test_a_guardian_removes_the_shared_memory_that_mpi_left() -> None:
+    """It knows MPI's files by their names, and keeps all others."""
+    names = [
+        f"{prefix}{uuid.uuid4().hex}" for prefix in ("mpich_shm_", "sm_segment.", "ucx_shm_posix_", "own_")
+    ]
+    try:
+        _end_guarded(f"""
+kept = [make(name) for name in {names!r}]
+print("ready", flush=True)
+time.sleep(1000)
+""")
+        assert [os.path.exists(f"/dev/shm/{name}") for name in names] == [False, False, False, True]
+    finally:
+        for name in names:
+            Path(f"/dev/shm/{name}").unlink(missing_ok=True)
+
+
+def test_a_rank_makes_no_shared_memory_after_its_guardian_has_looked() -> None:
+    prefix = f"ucx_shm_posix_{uuid.uuid4().hex}_"
+    try:
+        for _ in range(5):
+            _end_guarded(f"""
+for number in itertools.count():
+    kept = make(f"{prefix}{{number}}")
+    number == 9 and print("ready", flush=True)
+    os.unlink(f"/dev/shm/{prefix}{{number}}")
+""")
+            assert not list(Path("/dev/shm").glob(f"{prefix}*"))
+    finally:
+        for path in Path("/dev/shm").glob(f"{prefix}*"):
+            path.unlink(missing_ok=True)
 
 
 def test_the_shared_memory_of_a_world_is_removed_by_its_name() -> None:

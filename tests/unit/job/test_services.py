@@ -37,9 +37,9 @@ from pyhvd.job.messages import (
     decode_from_driver,
     encode,
 )
+from pyhvd.job.pickles import dump
 from pyhvd.job.rank_process import RankProcess
 from pyhvd.job.rendezvous import PmiRendezvous
-from pyhvd.job.result import dump
 from pyhvd.spark import errors as spark_errors
 from pyhvd.spark.api import as_spark_errors
 from pyhvd.spark.errors import SparkError, reason_of

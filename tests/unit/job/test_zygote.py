@@ -56,7 +56,7 @@ def test_a_program_that_cannot_be_read_imports_nothing(program: list[str], tmp_p
 def make(folder: Path, code: str, path: str = "", preload: str = "") -> Zygote:
     program = Program("", ["-c", code], str(folder), [], [preload] if preload else [])
     paths = os.pathsep.join(filter(None, [str(ROOT), path]))
-    return Zygote(program, {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+    return Zygote(program, {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, 1)
 
 
 @pytest.fixture
@@ -167,3 +167,23 @@ def test_a_module_that_makes_forks_unsafe_is_named(
         text = capfd.readouterr().err
     made.close()
     assert text == f"pyhvd: ranks start slowly: unsafe {does} when it is imported\n"
+
+
+_SEEDED = """
+import os, random, sys, types
+import numpy as np
+from pyhvd.job.zygote import reseed
+
+seeds = []
+sys.modules["torch"] = types.SimpleNamespace(seed=lambda: seeds.append(os.getpid()))
+random.seed(1)
+np.random.seed(1)
+before = random.getstate(), np.random.get_state()[1].tolist()
+reseed()
+after = random.getstate(), np.random.get_state()[1].tolist()
+assert before[0] != after[0] and before[1] != after[1] and seeds == [os.getpid()]
+"""
+
+
+def test_all_generators_are_seeded_anew() -> None:
+    subprocess.run([sys.executable, "-c", _SEEDED], cwd=ROOT, check=True, timeout=50)

@@ -208,6 +208,7 @@ def test_the_names_of_the_timestamp(flag: str) -> None:
             ("--hostfile", "/gone"),
             "--hostfile: cannot read /gone: [Errno 2] No such file or directory: '/gone'",
         ),
+        (("-n", "2", "--warm", "init"), "--warm is for elastic jobs: give --min-np too"),
         (("--slots-per-host", "0"), "argument --slots-per-host: must be at least 1, not 0"),
         (
             ("--jsrun",),

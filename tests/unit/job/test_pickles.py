@@ -1,15 +1,27 @@
-"""The bytes of what a rank's function returned."""
+"""The bytes of what a rank's function is called with, and of what it returned."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
-from pyhvd.job.result import dump, load
+from pyhvd.job.pickles import dump, dump_functions, load
 
 LARGE = 20_001
+
+
+def test_functions_keep_the_names_of_their_files() -> None:
+    def inner() -> int:
+        return (lambda: 3)()
+
+    (found,) = cloudpickle.loads(dump_functions((inner,)))
+    assert found() == 3
+    assert found is not inner
+    assert found.__code__.co_filename == __file__
+    assert any(getattr(each, "co_filename", "") == __file__ for each in found.__code__.co_consts)
 
 
 def _travel(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What a rank's function returned, as bytes: its pickle, and beside the pickle the large arrays.
+"""What ranks are to call, and what it returned, as bytes.
 
-Neither the rank nor the driver copies these arrays. The bytes are, in this order, and each of the last at a
-multiple of 16:
+A call is a pickle. A result is its pickle, and beside the pickle the large arrays: neither the rank nor the
+driver copies these. The bytes of a result are, in this order, and each of the last at a multiple of 16:
 
 1. the number of pieces, and the length of each;
 2. the pieces: the pickle, then the buffers of the arrays in the pickle's order.
@@ -10,7 +10,9 @@ multiple of 16:
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pickle import PickleBuffer
+from types import CodeType
 from typing import Any
 
 _NUMBER = struct.Struct("!Q")
@@ -18,6 +20,34 @@ _NUMBER = struct.Struct("!Q")
 _ALIGNED = 16
 # A smaller array stays in the pickle, and keeps no others alive on the driver.
 _LARGE = 1 << 16
+
+
+def dump_functions(call: Any) -> bytes:
+    """Return the pickle of functions and their arguments; cloudpickle carries it.
+
+    The functions keep the names of their files, so that tracebacks show their lines. cloudpickle leaves the
+    names out from 3.1.3 on.
+    """
+    import io
+
+    import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        dispatch_table = cloudpickle.CloudPickler.dispatch_table.new_child({CodeType: _reduce_code})
+
+    file = io.BytesIO()
+    Pickler(file).dump(call)
+    return file.getvalue()
+
+
+def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
+    import cloudpickle
+
+    return _make_code, (code.co_filename, *cloudpickle.CloudPickler.dispatch_table[CodeType](code))
+
+
+def _make_code(filename: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
+    return make(*parts).replace(co_filename=filename)
 
 
 def dump(value: Any) -> list[bytes | memoryview]:
