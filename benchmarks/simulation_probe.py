@@ -2,8 +2,8 @@
 
 The measurements know nothing of the steps that the simulator predicts. A process measures its memory, its
 calls, or TCP with another process: one listens at a port, and the other also names its host. Each prints one
-line of JSON.
-CPU times are the process's own, so that they hold also while it waits for a core.
+line of JSON. CPU times are the process's own, so they hold also while it waits for a core. Those of TCP are
+of the system calls that move bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -83,13 +82,22 @@ def calls() -> dict[str, float]:
 
 
 class Peer:
-    """A connection to a host, or to whoever connects if the host's name is empty."""
+    """A connection to a host, or to whoever connects if the host's name is empty.
+
+    Attributes
+    ----------
+    first : bool
+        Whether this end sends first.
+    busy, calls : float, int
+        CPU time of the system calls that have moved bytes, and their number.
+    """
 
     def __init__(self, port: str, host: str) -> None:
         self.first = bool(host)
         self._out = memoryview(bytearray(b"1") * TOTAL)
         self._into = memoryview(bytearray(4 * FRAMES[0]))
-        self.calling = 0.0
+        self.busy, self.calls = 0.0, 0
+        self._tick = median_of(time.process_time, 100, time.process_time) / 2
         if host:
             self._socket = _call(host, int(port))
         else:
@@ -105,35 +113,34 @@ class Peer:
         while sent < TOTAL or got < TOTAL:
             before = sent + got
             if sent < TOTAL:
-                sent += self.send(sent, min(frame, TOTAL - sent))
+                sent += self._send(sent, min(frame, TOTAL - sent))
             if got < TOTAL:
-                got += self.receive(got % len(self._into), min(frame, TOTAL - got))
+                got += self._receive(got % len(self._into), min(frame, TOTAL - got))
             if sent + got == before:
                 os.sched_yield()
 
-    def send(self, at: int, nbytes: int) -> int:
-        """Send at most so many bytes; return how many."""
-        try:
-            return self._socket.send(self._out[at : at + nbytes])
-        except BlockingIOError:
-            return 0
-
-    def receive(self, at: int, nbytes: int) -> int:
-        """Receive at most so many bytes; return how many."""
-        try:
-            return self._socket.recv_into(self._into[at : at + nbytes])
-        except BlockingIOError:
-            return 0
-
     def ping(self) -> None:
-        """Send a message, and receive one; or the other way round. Count the time in the calls."""
-        for is_send in (self.first, not self.first):
-            begun, moved = time.perf_counter(), 0
-            while not (moved := self.send(0, MESSAGE) if is_send else self.receive(0, MESSAGE)):
+        """Send a message, and receive one; or the other way round."""
+        for move in (self._send, self._receive) if self.first else (self._receive, self._send):
+            while not move(0, MESSAGE):
                 os.sched_yield()
-                begun = time.perf_counter()
-            self.calling += time.perf_counter() - begun
-            assert moved == MESSAGE
+
+    def _send(self, at: int, nbytes: int) -> int:
+        return self._move(self._socket.send, self._out[at : at + nbytes])
+
+    def _receive(self, at: int, nbytes: int) -> int:
+        return self._move(self._socket.recv_into, self._into[at : at + nbytes])
+
+    def _move(self, call: Callable[[memoryview], int], view: memoryview) -> int:
+        """Send or receive what can be moved at once; return how many bytes that is."""
+        begun = time.process_time()
+        try:
+            moved = call(view)
+        except BlockingIOError:
+            return 0
+        self.busy += time.process_time() - begun - self._tick
+        self.calls += 1
+        return moved
 
     def sleep(self) -> None:
         """Wait until a message comes, without a core."""
@@ -154,10 +161,17 @@ def _call(host: str, port: int) -> socket.socket:
 def bulk(port: str, host: str = "") -> dict[str, float]:
     """Measure the CPU time of TCP for each byte sent or received, and for each system call."""
     peer = Peer(port, host)
-    large, small = (median_of(partial(peer.exchange, size), clock=time.process_time) for size in FRAMES)
-    frames = [2 * TOTAL / size for size in FRAMES]
-    frame = max(small - large, 0.0) / (frames[1] - frames[0])
-    return {"tcp": large / (2 * TOTAL) - frame / FRAMES[0], "frame": frame}
+    busy, calls = [], []
+    for size in FRAMES:
+        found = []
+        for _ in range(_REPEATS):
+            before = peer.busy, peer.calls
+            peer.exchange(size)
+            found.append((peer.busy - before[0], peer.calls - before[1]))
+        busy.append(statistics.median(each for each, _ in found))
+        calls.append(statistics.median(each for _, each in found))
+    frame = max(busy[1] - busy[0], 0.0) / (calls[1] - calls[0])
+    return {"tcp": (busy[0] - calls[0] * frame) / (2 * TOTAL), "frame": frame}
 
 
 def latency(port: str, host: str = "") -> dict[str, float]:
@@ -168,10 +182,8 @@ def latency(port: str, host: str = "") -> dict[str, float]:
         for _ in range(_ROUNDS):
             peer.ping()
 
-    rounds()
-    peer.calling = 0.0
     one_way = median_of(rounds) / (2 * _ROUNDS)
-    return {"latency": one_way, "message": peer.calling / (2 * _ROUNDS * (_REPEATS + 1))}
+    return {"latency": one_way, "message": peer.busy / peer.calls}
 
 
 def waking(port: str, host: str = "") -> dict[str, float]:
