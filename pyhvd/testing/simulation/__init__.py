@@ -10,7 +10,17 @@ from pyhvd.testing.simulation.cluster import simulate
 from pyhvd.testing.simulation.data_path import Machine
 from pyhvd.testing.simulation.faults import HostLost, RankKilled
 from pyhvd.testing.simulation.network import Network
-from pyhvd.testing.simulation.program import AddSet, Compute, StepEnd, Submit, Tensor, Wait, training
+from pyhvd.testing.simulation.program import (
+    AddSet,
+    Compute,
+    Part,
+    StepEnd,
+    Submit,
+    Tensor,
+    Wait,
+    training,
+    training_in_parts,
+)
 from pyhvd.testing.simulation.report import Failure, Restart, Simulation, StepReport
 
 __all__ = [
@@ -20,6 +30,7 @@ __all__ = [
     "HostLost",
     "Machine",
     "Network",
+    "Part",
     "RankKilled",
     "Restart",
     "Simulation",
@@ -30,4 +41,5 @@ __all__ = [
     "Wait",
     "simulate",
     "training",
+    "training_in_parts",
 ]
