@@ -169,7 +169,9 @@ class Rank:
         for set_id, request in fresh:
             slots = self.worker.slots_of(set_id, request.name) if set_id == GLOBAL_SET else []
             slot = slots[0] if slots and self.worker.request_of(set_id, slots[0]) == request else -1
-            if slot >= 0 and self._table.delegated.get(slot) == self._cached[slot].version:
+            # The program may be ahead of the background thread, which knows a slot when its list has ended.
+            cached = self._cached.get(slot)
+            if cached is not None and self._table.delegated.get(slot) == cached.version:
                 marked |= 1 << slot
             else:
                 left.append((set_id, request))
