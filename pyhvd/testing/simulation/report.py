@@ -218,7 +218,7 @@ def _failure(world: World, launcher: Launcher, happened: Faults, faults: Sequenc
         noticed=min(noticed, default=math.inf),
         known=max(knew, default=math.inf),
         cause=launcher.error,
-        texts=Counter(rank.error for rank in survivors if rank.error),
+        texts=dict(Counter(rank.error for rank in survivors if rank.error)),
     )
 
 
