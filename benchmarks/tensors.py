@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyhvd.testing.simulation.models import resnet50 as resnet50
+
 Array = npt.NDArray[Any]
 
 _PERIOD = 7
@@ -111,27 +113,3 @@ def _ranges(count: int) -> Iterator[tuple[int, int]]:
 
 def _samples(count: int) -> Iterator[tuple[int, int]]:
     return ((at, at + 1) for at in (0, count // 2, count - 1))
-
-
-def resnet50() -> list[int]:
-    """Return the sizes of ResNet-50's 161 gradients (25 557 032 elements), in the backward pass's order.
-
-    He et al., "Deep Residual Learning for Image Recognition", 2015, in the layout of torchvision.
-    """
-    counts: list[int] = []
-
-    def convolution(inputs: int, outputs: int, kernel: int) -> None:
-        counts.extend((inputs * outputs * kernel * kernel, outputs, outputs))  # and its batch norm
-
-    convolution(3, 64, 7)
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolution(inputs, width, 1)
-            convolution(width, width, 3)
-            convolution(width, 4 * width, 1)
-            if block == 0:
-                convolution(inputs, 4 * width, 1)
-            inputs = 4 * width
-    counts.extend((inputs * 1000, 1000))
-    return counts[::-1]

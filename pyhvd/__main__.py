@@ -11,6 +11,10 @@ from pyhvd import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("pyhvd.tools.doctor.command", "look at this host and its MPI, and try them out"),
     "elastic": ("pyhvd.tools.elastic", "let a running elastic job leave a host"),
+    "simulate": (
+        "pyhvd.tools.simulate.command",
+        "simulate training on a cluster: where a step's time goes, what would help",
+    ),
     "top": ("pyhvd.tools.top", "show what the ranks of a running job do, live"),
     "trace": ("pyhvd.tools.trace", "merge the ranks' timelines, or sum up where the time went"),
 }

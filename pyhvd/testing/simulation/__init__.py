@@ -10,7 +10,18 @@ from pyhvd.testing.simulation.cluster import simulate
 from pyhvd.testing.simulation.data_path import Machine
 from pyhvd.testing.simulation.faults import HostLost, RankKilled
 from pyhvd.testing.simulation.network import Network
-from pyhvd.testing.simulation.program import AddSet, Compute, Hang, StepEnd, Submit, Tensor, Wait, training
+from pyhvd.testing.simulation.program import (
+    AddSet,
+    Compute,
+    Hang,
+    Part,
+    StepEnd,
+    Submit,
+    Tensor,
+    Wait,
+    training,
+    training_in_parts,
+)
 from pyhvd.testing.simulation.report import Failure, Restart, Simulation, StepReport
 from pyhvd.testing.simulation.stalls import HangReport
 
@@ -23,6 +34,7 @@ __all__ = [
     "HostLost",
     "Machine",
     "Network",
+    "Part",
     "RankKilled",
     "Restart",
     "Simulation",
@@ -33,4 +45,5 @@ __all__ = [
     "Wait",
     "simulate",
     "training",
+    "training_in_parts",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,12 +71,28 @@ Program = Callable[[int, int], Iterator[Action]]
 """Called with the rank and the number of ranks; yields what the rank does."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a training step.
+
+    Attributes
+    ----------
+    compute : float
+        Seconds that a rank computes first.
+    tensors : sequence of Tensor
+        The gradients that it then submits.
+    """
+
+    compute: float
+    tensors: Sequence[Tensor]
+
+
 def training(
     tensors: Sequence[Tensor],
     compute: float,
     steps: int,
     parts: int = 1,
-    late: dict[int, float] | None = None,
+    late: Mapping[int, float] | None = None,
 ) -> Program:
     """Return a program that trains: it computes gradients, submits them, and waits, for some steps.
 
@@ -90,19 +106,34 @@ def training(
         Number of steps.
     parts : int
         How often during a step gradients are submitted; 1: all after all computing.
-    late : dict of int to float, optional
+    late : mapping of int to float, optional
         By rank, seconds that it computes longer in each step.
     """
     size = -(-len(tensors) // parts)
     pieces = [tuple(tensors[at : at + size]) for at in range(0, len(tensors), size)]
+    return training_in_parts([Part(compute / len(pieces), piece) for piece in pieces], steps, late)
+
+
+def training_in_parts(parts: Sequence[Part], steps: int, late: Mapping[int, float] | None = None) -> Program:
+    """Return a program that trains as :func:`training`, in parts that need not be equal.
+
+    Parameters
+    ----------
+    parts : sequence of Part
+        What a rank does in each step, before it waits.
+    steps : int
+        Number of steps.
+    late : mapping of int to float, optional
+        By rank, seconds that it computes longer in each step, spread evenly over the parts.
+    """
 
     def program(rank: int, _: int) -> Iterator[Action]:
-        share = (compute + (late or {}).get(rank, 0.0)) / max(len(pieces), 1)
+        longer = (late or {}).get(rank, 0.0) / len(parts)
         for _ in range(steps):
-            for piece in pieces:
-                if share:
-                    yield Compute(share)
-                yield Submit(piece)
+            for part in parts:
+                if seconds := part.compute + longer:
+                    yield Compute(seconds)
+                yield Submit(part.tensors)
             yield Wait()
             yield StepEnd()
 

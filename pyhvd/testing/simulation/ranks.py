@@ -173,7 +173,8 @@ class Rank:
         for set_id, request in fresh:
             slots = self.worker.slots_of(set_id, request.name) if set_id == GLOBAL_SET else []
             slot = slots[0] if slots and self.worker.request_of(set_id, slots[0]) == request else -1
-            cached = self._cached.get(slot)  # None: the list that fills the slot has not ended
+            # The program may be ahead of the background thread, which knows a slot when its list has ended.
+            cached = self._cached.get(slot)
             if cached is not None and self._table.delegated.get(slot) == cached.version:
                 marked |= 1 << slot
             else:

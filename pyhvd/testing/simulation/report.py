@@ -44,7 +44,10 @@ class StepReport:
     to_begin : float
         From when the last rank waits until the first collective that begins after that; 0 if there is none.
     messages, nbytes : int
-        The most that any host sent and received over the network.
+        The most messages, and bytes of messages, that any host sent and received over the network. They are
+        those of the negotiation and the agreement, without the collectives' data.
+    data_bytes : int
+        Bytes of the collectives' data, with headers, that the busiest host sent.
     cpu_of_rank_0, most_cpu : float
         CPU time of rank 0's background thread, and of the busiest simulated process.
     """
@@ -60,6 +63,7 @@ class StepReport:
     to_begin: float
     messages: int
     nbytes: int
+    data_bytes: int
     cpu_of_rank_0: float
     most_cpu: float
 
@@ -186,7 +190,8 @@ def _steps(world: World) -> Iterator[StepReport]:
             return
         runs = [run for run in world.runs if before.last_end <= run.begin < step.last_end]
         spent = _Spent(before.totals, step.totals)
-        yield _step(before.last_end, step, sorted(runs, key=lambda run: run.begin), spent, world.size)
+        data = round(sum(run.cost.link for run in runs) * world.network.rate)
+        yield _step(before.last_end, step, sorted(runs, key=lambda run: run.begin), spent, world.size, data)
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,9 @@ class _Spent:
         return max((after - before for before, after in pairs), default=0)
 
 
-def _step(begin: float, step: Step, runs: Sequence[Run], spent: _Spent, size: int) -> StepReport:
+def _step(
+    begin: float, step: Step, runs: Sequence[Run], spent: _Spent, size: int, data_bytes: int
+) -> StepReport:
     waits, mean = step.last_waiting, step.begun_waiting / size
     hidden, covered = 0.0, begin
     shares = {"link": 0.0, "cpu": 0.0, "latency": 0.0}
@@ -222,6 +229,7 @@ def _step(begin: float, step: Step, runs: Sequence[Run], spent: _Spent, size: in
         to_begin=next((run.begin - waits for run in runs if run.begin >= waits), 0.0),
         messages=int(spent.most("messages")),
         nbytes=int(spent.most("nbytes")),
+        data_bytes=data_bytes,
         cpu_of_rank_0=spent.after.cpu[0] - spent.before.cpu[0],
         most_cpu=max(spent.most("cpu"), spent.most("table_cpu")),
     )
@@ -243,7 +251,7 @@ def _failure(world: World, launcher: Launcher, happened: Faults, faults: Sequenc
         noticed=min(noticed, default=math.inf),
         known=max(knew, default=math.inf),
         cause=launcher.error,
-        texts=Counter(rank.error for rank in survivors if rank.error),
+        texts=dict(Counter(rank.error for rank in survivors if rank.error)),
     )
 
 

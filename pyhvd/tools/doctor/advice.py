@@ -17,6 +17,7 @@ from pyhvd.config import Config, known_variables
 from pyhvd.errors import ConfigError
 from pyhvd.tools.doctor.facts import Facts
 from pyhvd.tools.doctor.trial_facts import LinkFacts, Trial, TrialFacts
+from pyhvd.tools.units import size, span
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -70,23 +71,6 @@ def problem(about: str, text: str) -> Finding:
 def note(about: str, text: str) -> Finding:
     """Return a finding that does not change the exit code."""
     return Finding(Level.NOTE, about, text)
-
-
-def size(nbytes: float) -> str:
-    """Return bytes with a unit: ``"64 MiB"``."""
-    for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            digits = ".3g" if nbytes < 1000 * factor else ".0f"
-            return f"{nbytes / factor:{digits}} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def span(seconds: float) -> str:
-    """Return a time with a unit: ``"12.3 us"``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-9:.0f} ns"
 
 
 def rate(bytes_per_second: float) -> str:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyhvd.common.text import list_hosts
-from pyhvd.tools.doctor.advice import Finding, Level, between, link_rate, rate, size, span
+from pyhvd.tools.doctor.advice import Finding, Level, between, link_rate, rate
 from pyhvd.tools.doctor.facts import OPTIONAL, Facts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
+from pyhvd.tools.units import size, span
 
 WIDTH = 110
 MOST_LINKS = 10

@@ -23,13 +23,14 @@ from pyhvd.run import check_build
 from pyhvd.run.check_build import Importable, MpiFacts, alone, describe_build, probe_mpi, try_import
 from pyhvd.run.horovod_name import HorovodName
 from pyhvd.tools.doctor import facts as gathering, gpus
-from pyhvd.tools.doctor.advice import Finding, Level, examine, rate, size, span
+from pyhvd.tools.doctor.advice import Finding, Level, examine, rate
 from pyhvd.tools.doctor.facts import OPTIONAL, Memory, Shared
 from pyhvd.tools.doctor.gpus import CudaFacts
 from pyhvd.tools.doctor.ranks import offset_of
 from pyhvd.tools.doctor.screen import Report, plain, show, trial_rows
 from pyhvd.tools.doctor.trial import read_stages
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LinkFacts, RankFacts, RingFacts, Trial
+from pyhvd.tools.units import size, span
 from tests.unit.observe.recordings import MS, Recording, Skew
 from tests.unit.tools.doctor_cases import CORES, CUDA, FOUND, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
 
