@@ -104,11 +104,6 @@ class Ending:
         watch_mpi_import(rank_env, self.tell_tentative, enter=self.tell_entering)
 
     @property
-    def is_rank(self) -> bool:
-        """Whether this process is a rank."""
-        return self._rank_env is not None
-
-    @property
     def can_end_job(self) -> bool:
         """Whether the job ends without MPI_Abort."""
         return self._rank_env is None or can_end_job(self._rank_env)

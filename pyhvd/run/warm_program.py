@@ -114,13 +114,14 @@ class _Warm:
         self._waiting = waiting
         self._before: dict[str, str] = {}  # the variables with which the program began
         self._ending = Ending()
+        self._pid = os.getpid()
 
     def run(self, program: list[str]) -> int:
-        """Run the program; return its exit code in a rank, and never in the zygote."""
+        """Run the program; return its exit code in a rank or another child, and never in the zygote."""
         self._before = dict(os.environ)
         launcher_hooks.before_init = self._fork_ranks
         code = run_program(program, self._ending)
-        if not self._ending.is_rank:
+        if os.getpid() == self._pid:
             error = getattr(sys, "last_value", None)
             how = "ended" if error is None else f"raised {describe_exception(error)}"
             self.refuse(f"the program {how} before init()")
@@ -141,8 +142,10 @@ class _Warm:
         os._exit(0)
 
     def _fork_ranks(self) -> None:
-        """Fork a rank for each request, and return there."""
+        """Fork a rank for each request, and return there; also in a child that the program has forked."""
         launcher_hooks.before_init = bool
+        if os.getpid() != self._pid:
+            return
         if does := what_forbids_forks():
             self.refuse(f"the program {does} before init()")
         freeze()

@@ -215,6 +215,14 @@ def test_a_program_that_never_calls_init(tmp_path: Path) -> None:
     assert sorted(ended.out.split()) == ["[0]<stdout>:done", "[0]<stdout>:done", "[1]<stdout>:done"]
 
 
+def test_a_child_that_the_program_forks_is_no_zygote(tmp_path: Path) -> None:
+    child = "import os, sys\nif not (child := os.fork()):\n    sys.exit(3)\n"
+    waits = "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3\n"
+    ended = run(tmp_path, f"{child}{waits}import loading\nloading.begin()\n")
+    assert (ended.code, ended.err) == (0, "")
+    assert len(loads(tmp_path)) == 1
+
+
 def test_an_error_before_init_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
     ended = run(tmp_path, "import loading\nraise LookupError('no data')\n")
     assert ended.code == 1, ended
