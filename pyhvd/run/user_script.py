@@ -111,7 +111,7 @@ class Ending:
     def report(self, kind: str, code: int, text: str, when: float | None = None) -> int:
         """Report to the supervisor, which shows the text after the exit handlers, or without them."""
         self._code, self._text = code, text
-        _flush()
+        flush()
         self._send(kind, code, text, when)
         return code
 
@@ -142,7 +142,7 @@ class Ending:
         """After a failure, exit before MPI_Finalize waits for other ranks; this is the last exit handler."""
         if self._code is None or os.getpid() != self._pid:
             return
-        _flush()
+        flush()
         if self.can_end_job:
             os._exit(self._code)
         # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
@@ -152,7 +152,8 @@ class Ending:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Flush stdout and stderr, which the program may have closed or replaced."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -47,7 +47,7 @@ from pyhvd.job.zygote import (
     what_forbids_forks,
 )
 from pyhvd.run.program_rank import prepare
-from pyhvd.run.user_script import Ending, run_program
+from pyhvd.run.user_script import Ending, flush, run_program
 
 # How the names of variables begin that belong to one rank, or to one generation.
 _OF_ONE_RANK = (
@@ -129,9 +129,10 @@ class _Warm:
 
     def refuse(self, why: str) -> NoReturn:
         """Start the ranks that were requested by commands, and end this process."""
-        _flush()
+        flush()
         segments.remove_own()  # MPI may be up here, and is not finalised
-        os.write(2, f"pyhvd: --warm init has no effect: {why}\n".encode())
+        with suppress(OSError):  # the program may have closed it
+            os.write(2, f"pyhvd: --warm init has no effect: {why}\n".encode())
         send(self._channel, Ready(why))
         for request in self._requests():
             pid = 0 if request.is_over else _start_command(request)
@@ -149,7 +150,7 @@ class _Warm:
         if does := what_forbids_forks():
             self.refuse(f"the program {does} before init()")
         freeze()
-        _flush()
+        flush()
         handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the guardians
         _leave_output()
         send(self._channel, Ready())
@@ -223,11 +224,6 @@ def _set_variables(env: Mapping[str, str]) -> None:
     os.environ.update(env)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-
-
 def _write_to(targets: Sequence[int]) -> None:
     """Pass this process's stdout and stderr on to a rank's, in a child.
 
@@ -257,7 +253,8 @@ def _leave_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(null, number)
-    os.close(null)
+    if null > 2:  # else the program has closed the number
+        os.close(null)
 
 
 def serve(channel: socket.socket) -> int:
