@@ -183,7 +183,7 @@ class _Warm:
             os.close(descriptor)
         life, control = request.arguments
         fork_guarded(life)
-        _set_variables(_changed(request.env, self._before, os.environ))
+        _set_variables(_changed(request.env, self._before, without(os.environ, *_OF_ONE_RANK)))
         _, rank_env, report_fd = prepare(control)
         reseed()
         self._ending.begin(rank_env, report_fd)

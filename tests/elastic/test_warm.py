@@ -221,6 +221,14 @@ def test_a_program_may_close_its_stdout_before_init(tmp_path: Path) -> None:
     assert len(loads(tmp_path)) == 1
 
 
+def test_the_numbers_of_ranks_do_not_come_from_the_program(tmp_path: Path) -> None:
+    sets = "".join(f"os.environ['{name}_RANK'] = '0'\n" for name in ("HOROVOD", "PMI"))
+    shows = "print(hvd.rank(), os.environ['HOROVOD_RANK'], flush=True)\n"
+    ended = run(tmp_path, f"import os\nimport pyhvd as hvd\n{sets}hvd.init()\n{shows}")
+    assert ended.code == 0, ended
+    assert sorted(ended.out.splitlines()) == ["[0]<stdout>:0 0", "[1]<stdout>:1 1"]
+
+
 def test_a_child_that_the_program_forks_is_no_zygote(tmp_path: Path) -> None:
     child = "import os, sys\nif not (child := os.fork()):\n    sys.exit(3)\n"
     waits = "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3\n"
