@@ -224,28 +224,38 @@ def _set_variables(env: Mapping[str, str]) -> None:
     os.environ.update(env)
 
 
-def _write_to(targets: Sequence[int]) -> None:
-    """Pass this process's stdout and stderr on to a rank's, in a child.
+def _begin_helper(targets: Sequence[int]) -> None:
+    """Start a child that passes this process's stdout and stderr on to a rank's, and outlives this process.
 
     The rank may be over before the program comes to ``init()``. The child drops what comes then, so that the
-    program gets no error.
+    program gets no error. When this process has ended, the child ends what the program has started in it.
     """
+    zygote = os.pidfd_open(os.getpid())
     pipes = [os.pipe() for _ in targets]
     if os.fork() == 0:
-        sources = {read: target for (read, _), target in zip(pipes, targets, strict=True)}
-        close_all_but(*sources, *targets)
-        while sources:
-            for source in select.select(list(sources), [], [])[0]:
-                if data := os.read(source, _CHUNK):
-                    with suppress(OSError):
-                        os.write(sources[source], data)
-                else:
-                    del sources[source]
-        os._exit(0)
+        targets_of = {read: target for (read, _), target in zip(pipes, targets, strict=True)}
+        close_all_but(zygote, *targets_of, *targets)
+        _pass_on(targets_of, zygote)
+        os.killpg(0, signal.SIGKILL)
+    os.close(zygote)
     for number, (read, write) in enumerate(pipes, 1):
         os.dup2(write, number)
         os.close(read)
         os.close(write)
+
+
+def _pass_on(targets: dict[int, int], zygote: int) -> None:
+    """Pass on what comes from pipes, by the pipe's descriptor, until the zygote has ended."""
+    ended = False
+    while not ended:
+        select.select([zygote, *targets], [], [])
+        ended = bool(select.select([zygote], [], [], 0)[0])
+        for source in select.select([*targets], [], [], 0)[0]:
+            if data := os.read(source, _CHUNK):
+                with suppress(OSError):
+                    os.write(targets[source], data)
+            else:
+                os.close(targets.pop(source))
 
 
 def _leave_output() -> None:
@@ -266,7 +276,7 @@ def serve(channel: socket.socket) -> int:
     waiting = [request for _ in range(wanted.ranks) if (request := _receive(channel)) is not None]
     if len(waiting) < wanted.ranks:
         return 1
-    _write_to(waiting[0].standard[1:])
+    _begin_helper(waiting[0].standard[1:])
     rank_env = read_rank_env()
     if rank_env is not None:
         set_defaults(rank_env, os.environ)
