@@ -104,11 +104,6 @@ class Ending:
         watch_mpi_import(rank_env, self.tell_tentative, enter=self.tell_entering)
 
     @property
-    def is_rank(self) -> bool:
-        """Whether this process is a rank."""
-        return self._rank_env is not None
-
-    @property
     def can_end_job(self) -> bool:
         """Whether the job ends without MPI_Abort."""
         return self._rank_env is None or can_end_job(self._rank_env)
@@ -116,7 +111,7 @@ class Ending:
     def report(self, kind: str, code: int, text: str, when: float | None = None) -> int:
         """Report to the supervisor, which shows the text after the exit handlers, or without them."""
         self._code, self._text = code, text
-        _flush()
+        flush()
         self._send(kind, code, text, when)
         return code
 
@@ -147,7 +142,7 @@ class Ending:
         """After a failure, exit before MPI_Finalize waits for other ranks; this is the last exit handler."""
         if self._code is None or os.getpid() != self._pid:
             return
-        _flush()
+        flush()
         if self.can_end_job:
             os._exit(self._code)
         # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
@@ -157,7 +152,8 @@ class Ending:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Flush stdout and stderr, which the program may have closed or replaced."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

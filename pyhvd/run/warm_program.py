@@ -47,7 +47,7 @@ from pyhvd.job.zygote import (
     what_forbids_forks,
 )
 from pyhvd.run.program_rank import prepare
-from pyhvd.run.user_script import Ending, run_program
+from pyhvd.run.user_script import Ending, flush, run_program
 
 # How the names of variables begin that belong to one rank, or to one generation.
 _OF_ONE_RANK = (
@@ -114,13 +114,14 @@ class _Warm:
         self._waiting = waiting
         self._before: dict[str, str] = {}  # the variables with which the program began
         self._ending = Ending()
+        self._pid = os.getpid()
 
     def run(self, program: list[str]) -> int:
-        """Run the program; return its exit code in a rank, and never in the zygote."""
+        """Run the program; return its exit code in a rank or another child, and never in the zygote."""
         self._before = dict(os.environ)
         launcher_hooks.before_init = self._fork_ranks
         code = run_program(program, self._ending)
-        if not self._ending.is_rank:
+        if os.getpid() == self._pid:
             error = getattr(sys, "last_value", None)
             how = "ended" if error is None else f"raised {describe_exception(error)}"
             self.refuse(f"the program {how} before init()")
@@ -128,9 +129,10 @@ class _Warm:
 
     def refuse(self, why: str) -> NoReturn:
         """Start the ranks that were requested by commands, and end this process."""
-        _flush()
+        flush()
         segments.remove_own()  # MPI may be up here, and is not finalised
-        os.write(2, f"pyhvd: --warm init has no effect: {why}\n".encode())
+        with suppress(OSError):  # the program may have closed it
+            os.write(2, f"pyhvd: --warm init has no effect: {why}\n".encode())
         send(self._channel, Ready(why))
         for request in self._requests():
             pid = 0 if request.is_over else _start_command(request)
@@ -141,12 +143,14 @@ class _Warm:
         os._exit(0)
 
     def _fork_ranks(self) -> None:
-        """Fork a rank for each request, and return there."""
+        """Fork a rank for each request, and return there; also in a child that the program has forked."""
         launcher_hooks.before_init = bool
+        if os.getpid() != self._pid:
+            return
         if does := what_forbids_forks():
             self.refuse(f"the program {does} before init()")
         freeze()
-        _flush()
+        flush()
         handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the guardians
         _leave_output()
         send(self._channel, Ready())
@@ -179,7 +183,7 @@ class _Warm:
             os.close(descriptor)
         life, control = request.arguments
         fork_guarded(life)
-        _set_variables(_changed(request.env, self._before, os.environ))
+        _set_variables(_changed(request.env, self._before, without(os.environ, *_OF_ONE_RANK)))
         _, rank_env, report_fd = prepare(control)
         reseed()
         self._ending.begin(rank_env, report_fd)
@@ -220,33 +224,38 @@ def _set_variables(env: Mapping[str, str]) -> None:
     os.environ.update(env)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-
-
-def _write_to(targets: Sequence[int]) -> None:
-    """Pass this process's stdout and stderr on to a rank's, in a child.
+def _begin_helper(targets: Sequence[int]) -> None:
+    """Start a child that passes this process's stdout and stderr on to a rank's, and outlives this process.
 
     The rank may be over before the program comes to ``init()``. The child drops what comes then, so that the
-    program gets no error.
+    program gets no error. When this process has ended, the child ends what the program has started in it.
     """
+    zygote = os.pidfd_open(os.getpid())
     pipes = [os.pipe() for _ in targets]
     if os.fork() == 0:
-        sources = {read: target for (read, _), target in zip(pipes, targets, strict=True)}
-        close_all_but(*sources, *targets)
-        while sources:
-            for source in select.select(list(sources), [], [])[0]:
-                if data := os.read(source, _CHUNK):
-                    with suppress(OSError):
-                        os.write(sources[source], data)
-                else:
-                    del sources[source]
-        os._exit(0)
+        targets_of = {read: target for (read, _), target in zip(pipes, targets, strict=True)}
+        close_all_but(zygote, *targets_of, *targets)
+        _pass_on(targets_of, zygote)
+        os.killpg(0, signal.SIGKILL)
+    os.close(zygote)
     for number, (read, write) in enumerate(pipes, 1):
         os.dup2(write, number)
         os.close(read)
         os.close(write)
+
+
+def _pass_on(targets: dict[int, int], zygote: int) -> None:
+    """Pass on what comes from pipes, by the pipe's descriptor, until the zygote has ended."""
+    ended = False
+    while not ended:
+        select.select([zygote, *targets], [], [])
+        ended = bool(select.select([zygote], [], [], 0)[0])
+        for source in select.select([*targets], [], [], 0)[0]:
+            if data := os.read(source, _CHUNK):
+                with suppress(OSError):
+                    os.write(targets[source], data)
+            else:
+                os.close(targets.pop(source))
 
 
 def _leave_output() -> None:
@@ -254,7 +263,8 @@ def _leave_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(null, number)
-    os.close(null)
+    if null > 2:  # else the program has closed the number
+        os.close(null)
 
 
 def serve(channel: socket.socket) -> int:
@@ -266,7 +276,7 @@ def serve(channel: socket.socket) -> int:
     waiting = [request for _ in range(wanted.ranks) if (request := _receive(channel)) is not None]
     if len(waiting) < wanted.ranks:
         return 1
-    _write_to(waiting[0].standard[1:])
+    _begin_helper(waiting[0].standard[1:])
     rank_env = read_rank_env()
     if rank_env is not None:
         set_defaults(rank_env, os.environ)

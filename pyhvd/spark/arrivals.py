@@ -28,13 +28,10 @@ class TaskAgent:
     ----------
     connection : Connection
         The channel; authenticated.
-    task : int
-        The id that Spark gave to the task; -1 if it is not known.
     """
 
-    def __init__(self, connection: Connection, task: int) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.task = task
         self._silent, self._writer = os.pipe()
 
     def fileno(self) -> int:
@@ -76,7 +73,7 @@ class Arrivals:
         self._secret = secret
         self._listeners = [listen(address, _MOST_STRANGERS) for address in addresses]
         self._strangers: list[tuple[Connection, str]] = []
-        self._agents: dict[str, TaskAgent] = {}  # that nobody has asked for, or whose channel is open
+        self._known: dict[str, tuple[Connection, int]] = {}  # the channels and the ids of tasks, by name
         self._count = 0
         self._next = 0.0
 
@@ -87,34 +84,33 @@ class Arrivals:
 
     @property
     def tasks(self) -> dict[str, int]:
-        """The ids of the tasks that were found last."""
-        return {name: agent.task for name, agent in self._agents.items()}
+        """The ids, as Spark has them, of the tasks that were found last."""
+        return {name: task for name, (_, task) in self._known.items()}
 
     def take(self) -> list[Found | Failed]:
         """Return the tasks whose agents are connected, once a second, and whenever there are others."""
         for listener in self._listeners:
             self._accept(listener)
         changed = self._know_strangers()
-        gone = [name for name, agent in self._agents.items() if not agent.connection.open]
+        gone = [name for name, (connection, _) in self._known.items() if not connection.open]
         for name in gone:
-            del self._agents[name]
+            del self._known[name]
         now = time.monotonic()
-        if not self._agents or not (changed or gone or now >= self._next):
+        if not self._known or not (changed or gone or now >= self._next):
             return []
         self._next = now + INTERVAL_S
-        return [Found(tuple(FoundHost(name, 1) for name in self._agents), ())]
+        return [Found(tuple(FoundHost(name, 1) for name in self._known), ())]
 
     def agent(self, name: str) -> TaskAgent:
         """Return a task's agent, which the caller must close; raise OSError if it is gone."""
-        if name not in self._agents:
+        if name not in self._known:
             raise OSError("the task has ended")
-        return self._agents[name]
+        return TaskAgent(self._known[name][0])
 
     def dismiss(self) -> None:
         """End the agents of all tasks, also of those that have connected since."""
         self.take()
-        for agent in self._agents.values():
-            agent.connection.close()
+        self._close_channels()
 
     def close(self) -> None:
         """Close the sockets, and the connections that nobody has asked for."""
@@ -122,8 +118,11 @@ class Arrivals:
             listener.close()
         for connection, _ in self._strangers:
             connection.close()
-        for agent in self._agents.values():
-            agent.connection.close()
+        self._close_channels()
+
+    def _close_channels(self) -> None:
+        for connection, _ in self._known.values():
+            connection.close()
 
     def _accept(self, listener: socket.socket) -> None:
         while len(self._strangers) < _MOST_STRANGERS:
@@ -135,7 +134,7 @@ class Arrivals:
             self._strangers.append((connection, address))
 
     def _know_strangers(self) -> bool:
-        """Make agents of those who hold the key and have greeted; return whether there is a new one."""
+        """Note those who hold the key and have greeted as tasks; return whether there is a new one."""
         before = self._count
         for stranger in list(self._strangers):
             connection, address = stranger
@@ -151,7 +150,7 @@ class Arrivals:
                 continue
             self._strangers.remove(stranger)
             if connection.open and isinstance(greeting, Hello):
-                self._agents[f"task {self._count} on {address}"] = TaskAgent(connection, greeting.task)
+                self._known[f"task {self._count} on {address}"] = connection, greeting.task
                 self._count += 1
             else:
                 connection.close()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.elastic.jobs import ROOT
 from tests.many_hosts import LOCAL, Ended, end_of
-from tests.waiting import wait_until
+from tests.waiting import wait_gone, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -131,7 +131,7 @@ def test_a_zygote_that_is_killed_while_it_loads(tmp_path: Path) -> None:
     ended = run(tmp_path, body + "train(state)\n")
     assert ended.code == 0, ended
     assert len(loads(tmp_path)) == 2
-    assert "was not started: the zygote that was to fork it was killed" in ended.err.splitlines()[0], ended
+    assert "was not started: the zygote that was to fork it was killed" in ended.err, ended
 
 
 def test_a_generation_may_end_while_a_host_loads(tmp_path: Path) -> None:
@@ -213,6 +213,47 @@ def test_a_program_that_never_calls_init(tmp_path: Path) -> None:
     assert "--warm init has no effect: the program ended before init()" in ended.err
     # The zygote has run it, and then the ranks.
     assert sorted(ended.out.split()) == ["[0]<stdout>:done", "[0]<stdout>:done", "[1]<stdout>:done"]
+
+
+def test_a_program_may_close_its_stdout_before_init(tmp_path: Path) -> None:
+    ended = run(tmp_path, "import loading, sys\nsys.stdout = None\nsys.stderr.close()\nloading.begin()\n")
+    assert ended.code == 0, ended
+    assert len(loads(tmp_path)) == 1
+
+
+def test_the_numbers_of_ranks_do_not_come_from_the_program(tmp_path: Path) -> None:
+    sets = "".join(f"os.environ['{name}_RANK'] = '0'\n" for name in ("HOROVOD", "PMI"))
+    shows = "print(hvd.rank(), os.environ['HOROVOD_RANK'], flush=True)\n"
+    ended = run(tmp_path, f"import os\nimport pyhvd as hvd\n{sets}hvd.init()\n{shows}")
+    assert ended.code == 0, ended
+    assert sorted(ended.out.splitlines()) == ["[0]<stdout>:0 0", "[1]<stdout>:1 1"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["raise LookupError", "if first:\n    os.kill(os.getpid(), signal.SIGKILL)"],
+    ids=["ends", "is killed"],
+)
+def test_a_zygote_leaves_no_process_of_the_program(text: str, tmp_path: Path) -> None:
+    body = """
+import os, signal, subprocess
+
+first = not os.path.exists("started")
+if first:
+    with open("started", "w") as file:
+        file.write(str(subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL).pid))
+"""
+    run(tmp_path, f"{body}{text}\n")
+    wait_gone([int((tmp_path / "started").read_text())])
+
+
+def test_a_child_that_the_program_forks_is_no_zygote(tmp_path: Path) -> None:
+    child = "import os, sys\nif not (child := os.fork()):\n    sys.exit(3)\n"
+    waits = "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3\n"
+    ended = run(tmp_path, f"{child}{waits}import loading\nloading.begin()\n")
+    assert ended.code == 0, ended
+    assert "--warm init" not in ended.err
+    assert len(loads(tmp_path)) == 1
 
 
 def test_an_error_before_init_ends_the_job_with_its_traceback(tmp_path: Path) -> None:

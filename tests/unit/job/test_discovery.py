@@ -365,6 +365,7 @@ def test_a_call_that_hangs_does_not_hold_up_the_end() -> None:
     with calls(lambda: hangs.wait(PATIENCE_S), limit=0.05) as discovery:
         assert isinstance(first(discovery), Failed)
     hangs.set()
+    wait_until(lambda: all(thread.name != "pyhvd.job.discovery.call" for thread in threading.enumerate()))
 
 
 def test_nothing_is_left_open_after_calls() -> None:

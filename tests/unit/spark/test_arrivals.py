@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -126,6 +127,17 @@ def test_a_task_that_comes_too_late_is_dismissed(made: tuple[Arrivals, Secret]) 
     assert not unsaid
     assert found.take() == []
     task.close()
+
+
+def test_a_task_for_which_nobody_asks_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    secret = Secret()
+    found = Arrivals(secret, ["127.0.0.1"])
+    task = connect(found, secret)
+    assert hosts(found, task) == (HOST,)
+    task.close()
+    found.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_tasks_have_names_of_their_own(made: tuple[Arrivals, Secret]) -> None:
