@@ -34,17 +34,15 @@ def simulate(
 ) -> Simulation:
     """Run a job on a simulated cluster.
 
-    Each rank runs the real worker of the negotiation, rank 0 the real coordinator, each host the real leader
-    and the real order across hosts, and the launcher the real machines of a job. Messages, waits and
-    collectives take virtual time. No process is started, and no data is moved.
+    The real machines of pyhvd run: workers, leaders, the coordinator, the order across hosts, and those of the
+    launcher. Messages, waits and collectives take virtual time. No process starts, and no data moves.
 
     Parameters
     ----------
     hosts, local_ranks : int
         Number of hosts, and of ranks on each.
     program : callable
-        ``program(rank, size)`` returns an iterator of what the rank does: it computes, submits tensors, and
-        waits. :func:`training` makes one.
+        ``program(rank, size)`` returns an iterator of what the rank does, as :func:`training` does.
     network : Network, optional
         Latency (s), rate (bytes/s) and jitter (s) between hosts; by default 25 Gbit/s and 20 us.
     faults : sequence of HostLost or RankKilled
@@ -52,19 +50,15 @@ def simulate(
     seed : int
         Of the network's jitter, and of the moments at which hosts beat.
     machine : Machine, optional
-        How fast a host copies, adds and sends; see :class:`Machine`.
+        How fast a host copies, adds and sends.
     config : Config, optional
-        The knobs of the job; by default those of a job without any ``PYHVD_`` variable. The simulation uses
-        ``fusion_threshold``, ``cycle_time_ms``, ``chunk_size``, ``staging_size``, ``cache_capacity`` and
-        those of the stall check.
+        The job's knobs: fusion threshold, cycle time, chunk, staging and cache sizes, stall check.
     elastic : bool
-        Whether the launcher starts the ranks again when some are lost. The simulation ends when they know
-        each other's addresses.
+        Whether the launcher starts the ranks again, until they know each other's addresses.
     hang_reports : bool
-        Whether rank 0 looks for tensors that some ranks do not submit, and reports them, as in a job.
+        Whether rank 0 reports tensors that some ranks do not submit, as in a job.
     cpu : float, optional
-        CPU seconds that each turn of a process takes. Without it they are measured: then two simulations
-        differ by what this computer does beside. With it the same arguments give the same result.
+        CPU seconds of each turn of a process. Without it they are measured, so that no two runs are equal.
     until : float
         The simulation ends at this virtual time (s).
 
@@ -77,13 +71,6 @@ def simulate(
     ------
     ValueError
         A number is not positive, or a fault names a host or rank that does not exist.
-
-    Examples
-    --------
-    >>> from pyhvd.testing.simulation import Tensor, simulate, training
-    >>> job = simulate(4, 8, training([Tensor("gradient", 4_000_000)], compute=0.05, steps=3), cpu=20e-6)
-    >>> len(job.steps), job.unfinished
-    (3, [])
     """
     world, launcher, happened = assemble(
         hosts, local_ranks, program, network, faults, seed, machine, config, elastic, hang_reports, cpu

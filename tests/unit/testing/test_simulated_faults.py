@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from pyhvd.job.failure import REPORT_S
@@ -28,12 +29,14 @@ def faults_of(hosts: int) -> st.SearchStrategy[list[Fault]]:
     return st.lists(lost | killed, min_size=1, max_size=4, unique_by=host_of)
 
 
+@pytest.mark.timeout(900)
 @settings(max_examples=examples(1000), deadline=None)
 @given(faults_of(64), st.integers(0, 1 << 30))
 def test_hosts_with_links(faults: list[Fault], seed: int) -> None:
     check(64, faults, seed)
 
 
+@pytest.mark.timeout(900)
 @settings(max_examples=examples(200), deadline=None)
 @given(faults_of(66), st.integers(0, 1 << 30))
 def test_hosts_without_links(faults: list[Fault], seed: int) -> None:
