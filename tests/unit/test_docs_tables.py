@@ -10,6 +10,7 @@ from pyhvd import config, elastic, errors, testing
 from pyhvd.config import SHARED, Config, suffix_of
 from pyhvd.run import cli
 from pyhvd.run.clusters import kubernetes, lsf, slurm
+from pyhvd.testing import simulation
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
@@ -77,7 +78,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     for module, block in re.findall(r"^\.\. currentmodule:: (\S+)\n(.*?)^```$", REFERENCE, re.M | re.S):
         names = re.findall(r"^\.\. (?:auto\w+|data):: (\w+)", block, re.M)
         listed.setdefault(module, []).extend(names)
-    for module in (pyhvd, elastic, testing):
+    for module in (pyhvd, elastic, testing, simulation):
         assert sorted(listed[module.__name__]) == sorted(module.__all__)
 
 

@@ -46,7 +46,6 @@ def simulate(
     network : Network, optional
         Latency (s), rate (bytes/s) and jitter (s) between hosts; by default 25 Gbit/s and 20 us.
     faults : sequence of HostLost or RankKilled
-        What happens to hosts and ranks.
     seed : int
         Of the network's jitter, and of the moments at which hosts beat.
     machine : Machine, optional

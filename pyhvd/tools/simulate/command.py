@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -67,6 +68,13 @@ def main(argv: list[str], cpu: float | None = None) -> int:
         parser.error(f"argument --timeline: {exc}")
     except (_UsageError, ConfigError, TooLargeError) as exc:
         parser.error(str(exc))
+    except BrokenProcessPool:
+        print(
+            f"{parser.prog}: a process that ran a simulation was killed, perhaps as memory ran out: simulate"
+            " fewer ranks, or fewer gradients",
+            file=sys.stderr,
+        )
+        return 1
     if given.plot is not None:
         hosts = f"1 to {case.hosts:,} hosts" if case.hosts > 1 else ""
         draw(given.plot, title(case, gradients, hosts), answer.by_hosts)

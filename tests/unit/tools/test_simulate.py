@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from pyhvd.tools.simulate.gradients import (
     from_sizes,
     parse_sizes,
 )
-from tests.unit.observe.recordings import MS, Recording, Skew, request
+from tests.unit.observe.recordings import MS, Recording, Skew
 
 CPU = 20e-6
 FOUR = ["--hosts", "4", "--local-ranks", "2", "--tensors", "8x1MiB", "--compute", "10ms"]
@@ -371,7 +370,8 @@ def test_a_recording_gives_gradients_and_their_times(tmp_path: Path) -> None:
     ]
     # Each gradient's call ends 5 ms after its submission, 5 ms before the next one.
     assert [each.after for each in gradients.ready] == pytest.approx([0.040, 0.045, 0.050], abs=1e-5)
-    assert (gradients.compute, recorded.rank, recorded.steps) == (pytest.approx(0.050, abs=1e-5), 0, 4)
+    assert gradients.compute == pytest.approx(0.050, abs=1e-5)
+    assert (recorded.rank, recorded.steps) == (0, 4)
     assert recorded.notes == [
         "some gradients were submitted after all earlier ones of their step had ended: the simulation"
         " does not wait between them"
@@ -430,7 +430,6 @@ def test_calls_outside_of_steps_are_named(tmp_path: Path) -> None:
     for step in range(1, 5):
         at = 10 * step * MS
         recording.turn(2 * step, "w", (at, at + MS, at + 2 * MS, at + 3 * MS))
-    assert request("once").name == "once"
     recording.close()
     recorded = from_recording("traces", load([str(tmp_path)]))
     assert [each.tensor.name for each in recorded.gradients.ready] == ["w"]
@@ -471,7 +470,7 @@ def test_a_real_recording(tmp_path: Path, fast_lane: bool, capsys: pytest.Captur
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[Simulation]]]]:
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Simulation]]]:
     calls: list[tuple[str, list[Simulation]]] = []
     monkeypatch.setattr("pyhvd.tools.simulate.command.can_draw", lambda: True)
     monkeypatch.setattr(
