@@ -34,8 +34,8 @@ def simulate(
 ) -> Simulation:
     """Run a job on a simulated cluster.
 
-    The real machines of pyhvd run: workers, leaders, the coordinator, the order across hosts, and those of the
-    launcher. Messages, waits and collectives take virtual time. No process starts, and no data moves.
+    pyhvd's real machines run: workers, leaders, the coordinator, the order across hosts, the launcher's.
+    Messages, waits and collectives take virtual time. No process starts, and no data moves.
 
     Parameters
     ----------
@@ -64,7 +64,6 @@ def simulate(
     Returns
     -------
     Simulation
-        What happened.
 
     Raises
     ------
