@@ -25,7 +25,15 @@ def plot(path: Path, report: Report, by_size: bool) -> None:
     if by_size and len(report.runs[0].outcomes) > 1:
         sized = [each for each in report.runs[0].outcomes if each.nbytes]
         units = list(dict.fromkeys(each.unit for each in sized))
-        figure, grid = pyplot.subplots(len(units), 1, figsize=(8, 1 + 4 * len(units)), squeeze=False)
+        lines = [max(len(each.figures) for each in sized if each.unit == unit) for unit in units]
+        heights = [2.5 + 0.15 * number for number in lines]
+        figure, grid = pyplot.subplots(
+            len(units),
+            1,
+            figsize=(11, 1 + sum(heights)),
+            squeeze=False,
+            gridspec_kw={"height_ratios": heights},
+        )
         for axes, unit in zip(grid[:, 0], units, strict=True):
             _lines(axes, [each for each in sized if each.unit == unit], unit)
     else:
@@ -101,12 +109,13 @@ def _bars(axes: Any, outcome: Outcome) -> None:
 
 def _lines(axes: Any, outcomes: list[Outcome], unit: str) -> None:
     names = list(dict.fromkeys(each.name for outcome in outcomes for each in outcome.figures))
+    all_ours = all(each.kind == OURS for outcome in outcomes for each in outcome.figures)
     for number, name in enumerate(names):
         points = [(o.nbytes, found) for o in outcomes if (found := o.find(name)) is not None]
         sizes = [nbytes for nbytes, _ in points]
         kind = points[0][1].kind
-        colour = _colour(kind, number)
-        dashes = "--" if kind == FLOOR else "-"
+        colour = f"C{number}" if all_ours else _colour(kind, number)
+        dashes = "--" if kind == FLOOR or number > 9 else "-"
         axes.plot(sizes, [f.median for _, f in points], dashes, marker=".", color=colour, label=name)
         axes.fill_between(
             sizes, [f.min for _, f in points], [f.p99 for _, f in points], color=colour, alpha=0.12, lw=0
@@ -114,8 +123,9 @@ def _lines(axes: Any, outcomes: list[Outcome], unit: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     every = [outcome.nbytes for outcome in outcomes]
-    axes.set_xticks(every, [outcome.label for outcome in outcomes], rotation=45, fontsize=8)
-    unit = "seconds" if unit == "s" else unit
-    axes.set_ylabel(f"{unit}: median, and from the minimum to p99")
+    labels = [outcome.label.removesuffix(f", {unit}") for outcome in outcomes]
+    axes.set_xticks(every, labels, rotation=30, ha="right", fontsize=8)
+    axes.set_ylabel("seconds" if unit == "s" else unit)
+    axes.set_title("median, and from the minimum to p99", fontsize=8, loc="right")
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
