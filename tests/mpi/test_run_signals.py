@@ -86,7 +86,7 @@ def test_ranks_that_ignore_signals_are_killed(tmp_path: Path, twice: bool) -> No
         assert seconds < (3.5 if twice else 8)  # 4 s of the grace were left
         wait_gone(pids)
     if not twice:
-        assert "pyhvd: ranks 0, 1 are still stopping" in ended.err
+        assert "pyhvd: ranks 0-1 are still stopping" in ended.err
 
 
 def test_handled_signals_pass_through(tmp_path: Path) -> None:
