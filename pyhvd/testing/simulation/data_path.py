@@ -33,7 +33,10 @@ PAYLOAD, PAYLOAD_TENSORS, PAYLOAD_HOSTS = 2 * KIB, 16, 8
 FLAT = 16 * KIB
 """Up to so many bytes are reduced in one step: ``PYHVD_FLAT`` of ``window/window.h``."""
 WHOLE = 256 * KIB
-"""Up to so many bytes of a chunk, over all other hosts, its slices are sent whole: ``window/exchange.h``."""
+"""Up to so many bytes of a chunk, over all other hosts, its slices are sent whole: ``window/exchange.h``.
+
+With two hosts these are the bytes of one slice.
+"""
 _TERMS = 256
 """Bytes of counts, or of dot products, about."""
 _ON_WIRE = 1514 / 1448
@@ -303,7 +306,7 @@ class _Links(_Work):
             local = self.copies(2 * chunk - part) + self.sums(chunk)
         else:
             local = packed * self.copies(2 * chunk)
-        if chunk * others <= WHOLE:
+        if (chunk * others if others > 1 else part) <= WHOLE:
             sent, steps, across = part * others, 1, self.sums(part * hosts)
         else:
             sent, steps, across = 2 * part * others / hosts, 2, self.sums(part)

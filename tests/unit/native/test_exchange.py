@@ -338,6 +338,27 @@ def test_what_crosses_is_counted(layout: tuple[int, ...], total: int) -> None:
         assert 2 * part < sent[a, b] < 2.02 * part + 500
 
 
+@pytest.mark.parametrize(
+    ("layout", "share"), [((3, 3, 3), 4 / 3), ((2, 2, 2, 2), 3 / 2), ((4, 4), 1)], ids=str
+)
+def test_hosts_with_several_ranks_send_no_byte_more(layout: tuple[int, ...], share: float) -> None:
+    """A large allreduce of n bytes sends 2 n (H - 1) / H from each of H hosts, for any number of ranks."""
+    hosts = Hosts(layout, chunk=384 * 1024)
+    counters = [shared_memory.RailCounters(len(layout)) for _ in hosts.exchanges]
+    for exchange, each in zip(hosts.exchanges, counters, strict=True):
+        exchange.count_in(each, range(len(layout)))
+    total = 10 * 384 * 1024 // 4
+
+    def job(_: int, window: shared_memory.Window) -> None:
+        array = np.ones(total, np.float32)
+        assert reduce(window, [array], [array], [total])
+        assert (array == sum(layout)).all()
+
+    hosts.run(job)
+    sent = sum(row[0] for each in counters for row in each.read())
+    assert share <= sent / (4 * total * len(layout)) < 1.01 * share
+
+
 def test_hosts_need_valid_numbers() -> None:
     (exchange, _) = Hosts((1, 1)).exchanges
     for wrong in ([0], [0, 2], [-1, 0]):

@@ -26,10 +26,16 @@ enum { CONTRIBUTION, RESULT, FLAT, MOVED };
 
 #define NEVER (~(uint64_t)0) /* no chunk has this number */
 
+/* The bytes up to which a slice is sent whole. With two hosts both ways send the same bytes. With more
+ * of them the whole slices need more, and all slices of a host share its link. */
+static size_t longest_whole(const pyhvd_exchange *e) {
+    size_t others = (size_t)e->hosts - 1;
+    return others == 1 ? PYHVD_WHOLE : PYHVD_WHOLE / others / (size_t)e->slices;
+}
+
 int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity) {
     size_t owned = (size_t)e->owned, hosts = (size_t)e->hosts;
-    size_t slices = (size_t)e->slices, slice = capacity / slices + 16;
-    size_t whole = MIN(slice, PYHVD_WHOLE / slices / (hosts - 1));
+    size_t slice = capacity / (size_t)e->slices + 16, whole = MIN(slice, longest_whole(e));
     e->box = MAX(MAX(slice / hosts + 16, whole), PYHVD_FLAT);
     e->links = calloc(owned * hosts, sizeof *e->links);
     e->under_way = calloc(PYHVD_DEPTH * owned, sizeof *e->under_way);
@@ -125,7 +131,7 @@ void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_
     size_t bytes = (size_t)count * pyhvd_itemsize(job->dtype);
     pyhvd_slice *s = slice_of(e, chunk, own);
     uint32_t others = (uint32_t)e->hosts - 1;
-    int whole = bytes * (size_t)e->slices * others <= PYHVD_WHOLE;
+    int whole = bytes <= longest_whole(e);
     *s = (pyhvd_slice){
         .tag = chunk * 4 + CONTRIBUTION,
         .in = in,

@@ -49,9 +49,9 @@
 #include "window/window.h"
 
 #define PYHVD_DEPTH PYHVD_ACROSS_SLOTS /* chunks under way between hosts, at most */
-/* Bytes of all slices, over all other hosts, up to which a slice is sent whole: the slices of a host
- * share its link. A prototype was as fast with either way at 256 KiB on two hosts, and faster in two
- * steps above it. */
+/* Bytes of all slices, over all other hosts, up to which a slice is sent whole; with two hosts, of one
+ * slice. A prototype was as fast with either way at 256 KiB on two hosts, and faster in two steps above
+ * it. */
 #define PYHVD_WHOLE 262144
 
 /* A slice of a chunk that is, or was, under way. */
