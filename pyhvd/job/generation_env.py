@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _PREFIX = "PYHVD_ELASTIC_"
-_NUMBER = _PREFIX + "GENERATION"
+GENERATION = _PREFIX + "GENERATION"
+"""The variable that has :attr:`Generation.number`; ranks of jobs that are not elastic have none."""
 JOB = _PREFIX + "JOB"
 """The variable that has :attr:`Generation.job`; the launcher sets it in all generations."""
 
@@ -45,7 +46,7 @@ class Generation:
     def variables(self) -> dict[str, str]:
         """Return the variables of a rank, but for :data:`JOB`."""
         values = {
-            _NUMBER: self.number,
+            GENERATION: self.number,
             _PREFIX + "COMMIT": self.commit,
             _PREFIX + "SOURCE": self.source,
             _PREFIX + "MAX_SIZE": self.max_size,
@@ -57,8 +58,8 @@ class Generation:
 
 def read_generation(environ: Mapping[str, str]) -> Generation | None:
     """Return the generation of this rank; None if its job is not elastic."""
-    if _NUMBER not in environ:
+    if GENERATION not in environ:
         return None
-    names = (_NUMBER, *(_PREFIX + name for name in ("COMMIT", "SOURCE", "MAX_SIZE", "STORES")))
+    names = (GENERATION, *(_PREFIX + name for name in ("COMMIT", "SOURCE", "MAX_SIZE", "STORES")))
     number, commit, source, max_size, stores = (int(environ.get(name, "0")) for name in names)
     return Generation(number, commit, source, max_size, environ.get(JOB, ""), bool(stores))

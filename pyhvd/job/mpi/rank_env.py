@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from pyhvd.job.generation_env import read_generation
+from pyhvd.job.generation_env import GENERATION
 
 OPENMPI = "Open MPI"
 MPICH = "MPICH"
@@ -122,7 +122,7 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
             environ.setdefault(name, value)
     if rank_env.launcher == MPICH:  # mpiexec of Open MPI does not pass on that nohup ignores SIGHUP
         let_hangup_end(environ)
-        if read_generation(environ) is not None:
+        if GENERATION in environ:
             environ.setdefault("UCX_TLS", "^sm")
     if "OMP_NUM_THREADS" in environ:
         return None
