@@ -8,12 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-import cloudpickle
-
 from pyhvd.job.driver import DriverService, JobSpec, epoch
 from pyhvd.job.machine import JobMachine
 from pyhvd.job.messages import Member, encode
-from pyhvd.job.pickles import load
+from pyhvd.job.pickles import dump_functions, load
 from pyhvd.spark.errors import SparkError
 from pyhvd.spark.task_body import run_task
 from pyhvd.transport.tcp.connection import Connection, Secret, connect
@@ -111,7 +109,7 @@ class Bench:
         **spec: Any,
     ) -> None:
         self.secret = secret or Secret()
-        call = cloudpickle.dumps((function, (), {}))
+        call = dump_functions((function, (), {}))
         self.display = display or cast(Any, EagerDisplay(show))
         job = JobSpec(size, call, **spec)
         machine = JobMachine(size, agents or size, job.start_timeout, epoch())
