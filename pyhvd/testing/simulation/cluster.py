@@ -32,10 +32,7 @@ def simulate(
     cpu: float | None = None,
     until: float = 3600.0,
 ) -> Simulation:
-    """Run a job on a simulated cluster.
-
-    pyhvd's real machines run: workers, leaders, the coordinator, the order across hosts, the launcher's.
-    Messages, waits and collectives take virtual time. No process starts, and no data moves.
+    """Run a job on a simulated cluster: pyhvd's real machines, on virtual time. No data moves.
 
     Parameters
     ----------
@@ -46,6 +43,7 @@ def simulate(
     network : Network, optional
         Latency (s), rate (bytes/s) and jitter (s) between hosts; by default 25 Gbit/s and 20 us.
     faults : sequence of HostLost or RankKilled
+        What happens to hosts and ranks.
     seed : int
         Of the network's jitter, and of the moments at which hosts beat.
     machine : Machine, optional
@@ -64,6 +62,7 @@ def simulate(
     Returns
     -------
     Simulation
+        What happened.
 
     Raises
     ------
