@@ -280,7 +280,9 @@ def launch(
 
     For arguments that are not listed here see :class:`Hosts`. With `min_num_proc`, `host_discovery_script` or
     `discovery` the job is elastic; `max_num_proc`, `slots`, `reset_limit`, `elastic_timeout` and
-    `cooldown_range` are as pyhvdrun's flags. The results are then those of the last ranks.
+    `cooldown_range` are as pyhvdrun's flags. `discovery` is a callable, or has
+    ``find_available_hosts_and_slots()``; another thread calls it each second. It returns the slots of each host,
+    or lines such as ``"h1:2"``. The results are then those of the last ranks.
 
     Parameters
     ----------
@@ -294,8 +296,6 @@ def launch(
         The files for the ranks' output; by default sys.stdout and sys.stderr.
     output_filename, directory : str, optional
         A folder for copies of the output; and where the ranks run, by default the working directory.
-    discovery : callable, or an object with ``find_available_hosts_and_slots()``
-        Returns the slots of each host, or lines such as ``"h1:2"``; called in another thread each second.
 
     Raises
     ------
