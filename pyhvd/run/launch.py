@@ -281,8 +281,8 @@ def launch(
     For arguments that are not listed here see :class:`Hosts`. With `min_num_proc`, `host_discovery_script` or
     `discovery` the job is elastic; `max_num_proc`, `slots`, `reset_limit`, `elastic_timeout` and
     `cooldown_range` are as pyhvdrun's flags. `discovery` is a callable, or has
-    ``find_available_hosts_and_slots()``; another thread calls it each second. It returns the slots of each host,
-    or lines such as ``"h1:2"``. The results are then those of the last ranks.
+    ``find_available_hosts_and_slots()``; another thread calls it each second. It returns the slots of each
+    host, or lines such as ``"h1:2"``. The results are then those of the last ranks.
 
     Parameters
     ----------
