@@ -123,9 +123,7 @@ def test_an_interface_can_be_named(spark: Any, mark: dict[str, str]) -> None:
 def test_too_few_slots_is_a_start_timeout_that_names_the_tasks(
     spark: Any, mark: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(
-        StartTimeoutError, match=r"5 of 5 Spark tasks .* within 2 s: index 0-4"
-    ) as caught:
+    with pytest.raises(StartTimeoutError, match=r"5 of 5 Spark tasks .* within 2 s: index 0-4") as caught:
         pyhvd.spark.run(allreduce, (1.0,), num_proc=5, start_timeout=2, env=mark)
     assert caught.value.missing == [0, 1, 2, 3, 4]
     if not spark.version.startswith("3."):  # which cannot cancel a job that waits for slots
