@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from pyhvd.config import Config
 from pyhvd.testing.simulation.data_path import DataPath, Machine
-from pyhvd.testing.simulation.faults import Fault, Faults
+from pyhvd.testing.simulation.faults import Fault, Faults, HostLost
 from pyhvd.testing.simulation.launcher import ElasticLauncher, Launcher
 from pyhvd.testing.simulation.network import Network
 from pyhvd.testing.simulation.program import Program
@@ -116,12 +116,11 @@ def _check(hosts: int, local_ranks: int, faults: Sequence[Fault]) -> None:
         if value < 1:
             raise ValueError(f"{name}={value}: a cluster has at least 1")
     for fault in faults:
-        name, count = next(
-            (name, count)
-            for name, count in (("host", hosts), ("rank", hosts * local_ranks))
-            if hasattr(fault, name)
-        )
-        if not 0 <= getattr(fault, name) < count:
+        if isinstance(fault, HostLost):
+            name, number, count = "host", fault.host, hosts
+        else:
+            name, number, count = "rank", fault.rank, hosts * local_ranks
+        if not 0 <= number < count:
             raise ValueError(f"{fault}: there are {name}s 0 to {count - 1}")
 
 
