@@ -63,13 +63,13 @@ class Measures:
     machine: dict[str, float]
     latency: list[tuple[float, float]]
 
-    def jitter(self, turns: float) -> float:
+    def jitter(self, sharers: float) -> float:
         """Return the seconds by which a message may be later, if so many ranks share a core.
 
         It waits until its receiver's turn comes, which may be at once.
         """
         (few, fast), (many, slow) = self.latency
-        return 2 * max(slow - fast, 0.0) * min((turns - few) / (many - few), 1.0)
+        return 2 * max(slow - fast, 0.0) * min((sharers - few) / (many - few), 1.0)
 
     def predict(self, shape: str, kind: Kind, rate: float) -> float:
         """Return the seconds of a step, by the simulator.
@@ -85,14 +85,6 @@ class Measures:
     def _simulate(self, shape: str, kind: Kind, rate: float) -> StepReport:
         """Return a step in the middle of those of a simulated job, by its length."""
         ranks, cores, has = hosts.ranks_of(shape), os.cpu_count() or 1, self.machine
-        turns = max(sum(ranks) / cores, 1.0)
-        network = Network(
-            latency=self.latency[0][1],
-            jitter=self.jitter(turns),
-            rate=rate,
-            wake=has["wake"],
-            message_cpu=has["message"] * turns,
-        )
         machine = Machine(
             copy=has["copy"],
             reduce=has["reduce"],
@@ -101,9 +93,16 @@ class Measures:
             cores=cores,
             shared_cores=True,
         )
+        network = Network(
+            latency=self.latency[0][1],
+            jitter=self.jitter(machine.sharers(len(ranks), ranks[0])),
+            rate=rate,
+            wake=has["wake"],
+            message_cpu=has["message"],
+        )
         tensors = [Tensor(str(t), 4 * count) for t, count in enumerate(kind.counts)]
         program = training(tensors, kind.compute, _FIRST_STEPS + _STEPS, kind.parts)
-        job = simulate(len(ranks), ranks[0], program, network, machine=machine, cpu=has["call"] * turns)
+        job = simulate(len(ranks), ranks[0], program, network, machine=machine, cpu=has["call"])
         steps = sorted(job.steps[-_STEPS:], key=lambda step: step.seconds)
         return steps[_STEPS // 2]
 
@@ -116,13 +115,14 @@ class Bench:
         self._site = Site(made, folder)
         self._given = given
         self.samples: dict[tuple[str, str, str], dict[str, list[float]]] = {}
-        self.notes: list[str] = []
+        self.measures: dict[str, list[Measures]] = {}
         self._begun = user_time()
 
     def run(self) -> None:
-        """Measure the machine, and then each job once."""
-        found = self.measure_machine()
+        """Measure the machine, whose speed drifts, and each job once, for each shape in turn."""
         for shape in self._given.shapes:
+            found = self.measure_machine()
+            self.measures.setdefault(shape, []).append(found)
             for rate, (text, speed) in RATES.items():
                 times = self._times(shape, rate)
                 for kind in KINDS:
@@ -150,7 +150,7 @@ class Bench:
             path = folder / "machine.json"
             hosts.run_job(self._site, self._given.shapes[0], ["benchmarks.machine", str(path)], folder)
             machine = msgspec.json.decode(path.read_bytes(), type=Described)
-        found, notes = [], [*self.notes, others_share(self._begun)]
+        found = []
         for shape in self._given.shapes:
             outcomes = [
                 Outcome(
@@ -163,6 +163,7 @@ class Bench:
                 if of_shape == shape
             ]
             ranks = sum(hosts.ranks_of(shape))
+            notes = [note_of(self.measures[shape]), others_share(self._begun)]
             found.append(Run(ranks, machine, mpi_short(machine.mpi), outcomes, notes))
         return found
 
@@ -179,7 +180,6 @@ class Bench:
             (2 * count / cores, max(each["latency"] - 2 * fast["message"], 0.0))
             for count, each in ((pairs, fast), (2 * pairs, slow))
         ]
-        self.notes.append(note_of(found, latency))
         return Measures(found, latency)
 
     def _probe_pairs(self, kind: str, pairs: int) -> dict[str, float]:
@@ -204,14 +204,26 @@ def run_probes(commands: Sequence[Sequence[str]]) -> dict[str, float]:
     return {name: statistics.median(each[name] for each in found if name in each) for name in names}
 
 
-def note_of(found: dict[str, float], latency: Sequence[tuple[float, float]]) -> str:
-    """Return the line for the report on a machine."""
-    delays = ", ".join(f"{1e6 * seconds:.1f} us with {turns:g} to a core" for turns, seconds in latency)
+def note_of(measures: Sequence[Measures]) -> str:
+    """Return the line for the report on a machine: the median of each figure, and the least and the most."""
+
+    def text(form: str, scale: float, found: Sequence[float]) -> str:
+        shown = (min(found), statistics.median(found), max(found))
+        return ", ".join(format(scale * each, form) for each in shown)
+
+    def of(name: str, form: str, scale: float) -> str:
+        return text(form, scale, [each.machine[name] for each in measures])
+
+    delays = ", ".join(
+        f"{text('.1f', 1e6, [each.latency[k][1] for each in measures])} us with {sharers:g} to a core"
+        for k, (sharers, _) in enumerate(measures[0].latency)
+    )
     return (
-        f"a core copies {found['copy'] / 1e9:.0f} GB/s and reduces {found['reduce'] / 1e9:.0f} GB/s;"
-        f" TCP takes it {1e9 * found['tcp']:.3f} ns a byte and {1e6 * found['frame']:.1f} us a frame;"
-        f" a call takes {1e6 * found['call']:.2f} us, a message {1e6 * found['message']:.1f} us at each end"
-        f" and {delays} in between; a sleeper wakes {1e6 * found['wake']:.0f} us later"
+        f"least, median and most: a core copies {of('copy', '.0f', 1e-9)} GB/s and reduces"
+        f" {of('reduce', '.0f', 1e-9)} GB/s; TCP takes it {of('tcp', '.3f', 1e9)} ns a byte and"
+        f" {of('frame', '.1f', 1e6)} us a frame; a call takes {of('call', '.2f', 1e6)} us, a message"
+        f" {of('message', '.1f', 1e6)} us at each end and {delays} in between; a sleeper wakes"
+        f" {of('wake', '.0f', 1e6)} us later"
     )
 
 
@@ -271,7 +283,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     text = f"hosts x ranks (default: {','.join(SHAPES)})"
     parser.add_argument("--shapes", type=hosts.shapes_of, default=SHAPES, help=text)
-    parser.add_argument("--runs", type=int, metavar="N", help="jobs of each kind (default: 3)")
+    parser.add_argument("--runs", type=int, metavar="N", help="jobs of each kind (default: 5)")
     parser.add_argument("--tiny", action="store_true", help="few steps and one run, as a test")
     parser.add_argument(
         "--results",
@@ -281,5 +293,5 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="write simulation-<mpi>.json and .png to this folder (default: benchmarks/results)",
     )
     given = parser.parse_args(arguments)
-    given.runs = given.runs or (1 if given.tiny else 3)
+    given.runs = given.runs or (1 if given.tiny else 5)
     return given

@@ -1,8 +1,9 @@
 """The steps of ``python -m benchmarks simulation``, on a rank: ``simulation_ranks.py FILE PACE``.
 
-Rank 0 writes to FILE, for each kind of step, the time of each step on the slowest rank. PACE is fast or slow,
-as the links are, or tiny, for a test: it chooses the number of steps. A step that computes sleeps meanwhile,
-as if a GPU computed: the ranks share the machine's cores.
+Rank 0 writes to FILE, for each kind of step, the time of each step: from the last rank's end of the step
+before until the last rank's end, as the simulator counts it. All ranks read the clock of one machine. PACE is
+fast or slow, as the links are, or tiny, for a test: it chooses the number of steps. A step that computes
+sleeps meanwhile, as if a GPU computed: the ranks share the machine's cores.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Kind:
 KINDS = (
     Kind("ResNet-50", resnet50(), 20, 7),
     Kind("ResNet-50 and 40 ms of computing", resnet50(), 20, 7, 0.04, 4),
-    Kind("20 x 256 floats", [256] * 20, 400, 100),
+    Kind("20 x 256 floats", [256] * 20, 2000, 1000),
 )
 
 
 def run_steps(kind: Kind, steps: int) -> list[float]:
-    """Return the times of steps on this rank, after some to warm up."""
+    """Return when each step ended on this rank, after some to warm up; first, when the last of those did."""
     arrays = [np.ones(count, np.float32) for count in kind.counts]
     named = [(array, f"{kind.name}.{t}") for t, array in enumerate(arrays)]
     size = -(-len(named) // kind.parts)
@@ -72,8 +73,7 @@ def run_steps(kind: Kind, steps: int) -> list[float]:
         for handle in handles:
             hvd.synchronize(handle)
         ends.append(time.perf_counter())
-    times: list[float] = np.diff(ends[_WARM_UPS - 1 :]).tolist()
-    return times
+    return ends[_WARM_UPS - 1 :]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -83,8 +83,8 @@ def main(arguments: Sequence[str]) -> None:
     comm = MPI.COMM_WORLD
     found = {}
     for kind in KINDS:
-        times = run_steps(kind, getattr(kind, pace))
-        found[kind.name] = np.max(comm.allgather(times), axis=0).tolist()
+        ends = comm.allgather(run_steps(kind, getattr(kind, pace)))
+        found[kind.name] = np.diff(np.max(ends, axis=0)).tolist()
     if comm.Get_rank() == 0:
         Path(path).write_text(json.dumps(found))
 

@@ -44,7 +44,8 @@ class Clock:
 class Process:
     """A thread of a simulated process: it carries out what has come, then settles, and so on.
 
-    The CPU time of each turn is measured with the simulating thread's clock, or is the same for all turns.
+    The CPU time of each turn is measured with the simulating thread's clock, or is the same for all turns. A
+    turn takes longer if others share the core.
 
     Parameters
     ----------
@@ -54,6 +55,8 @@ class Process:
         Seconds that each turn takes; None: they are measured.
     settle : callable
         Called at the end of each turn.
+    sharers : float
+        How many processes share the core.
 
     Attributes
     ----------
@@ -64,24 +67,27 @@ class Process:
     """
 
     __slots__ = (
-        *("_begun", "_cpu", "_extra", "_free_at", "_is_due", "_settle", "_tasks"),
+        *("_begun", "_cpu", "_extra", "_free_at", "_is_due", "_settle", "_sharers", "_tasks"),
         *("blocked", "busy", "clock", "longest"),
     )
 
-    def __init__(self, clock: Clock, cpu: float | None, settle: Callable[[], object]) -> None:
+    def __init__(
+        self, clock: Clock, cpu: float | None, settle: Callable[[], object], sharers: float = 1.0
+    ) -> None:
         self.clock = clock
         self.busy = self.longest = 0.0
         self.blocked = False
         self._cpu = cpu
         self._settle = settle
+        self._sharers = sharers
         self._begun = self._extra = self._free_at = 0.0
         self._is_due = False
         self._tasks: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
     @property
     def now(self) -> float:
-        """The time: within a turn, with the CPU time that it has taken so far."""
-        return self.clock.now + self._used()
+        """The time: within a turn, with what it has taken so far."""
+        return self.clock.now + self._sharers * self._used()
 
     def spend(self, seconds: float) -> None:
         """Count CPU time of the present turn that is not measured."""
@@ -111,7 +117,7 @@ class Process:
         self._begun = 0.0
         self.busy += used
         self.longest = max(self.longest, used)
-        self._free_at = self.clock.now + used
+        self._free_at = self.clock.now + self._sharers * used
         self._is_due = False
         if self._tasks and not self.blocked:
             self._is_due = True

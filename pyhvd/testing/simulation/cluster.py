@@ -92,14 +92,15 @@ def assemble(
 ) -> tuple[World, Launcher, Faults]:
     """Return the parts of a simulated job that has not begun; see :func:`simulate`."""
     _check(hosts, local_ranks, faults)
-    network, knobs = network or Network(), config or Config()
+    network, machine, knobs = network or Network(), machine or Machine(), config or Config()
     world = World(
         hosts,
         local_ranks,
         program,
         network,
-        DataPath(network, machine or Machine(), knobs.chunk_size, knobs.staging_size),
+        DataPath(network, machine, knobs.chunk_size, knobs.staging_size),
         cpu,
+        machine.sharers(hosts, local_ranks),
         seed,
         knobs.fusion_threshold,
         knobs.cycle_time_ms / 1e3,

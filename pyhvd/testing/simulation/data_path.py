@@ -112,6 +112,11 @@ class Machine:
     call: float = 1e-6
     python: float = 50e-6
 
+    def sharers(self, hosts: int, local_ranks: int) -> float:
+        """Return how many ranks take turns on a core."""
+        ranks = hosts * local_ranks if self.shared_cores else local_ranks
+        return max(ranks / self.cores, 1.0)
+
 
 @dataclass(frozen=True)
 class _Chunks:
@@ -182,10 +187,10 @@ class DataPath:
         """
         formulas = _Links if hosts <= shared_memory.MAX_HOSTS else _Mpi
         case = formulas(self, hosts, local_ranks, nbytes, tensors)
-        turns = self._turns(hosts, local_ranks)
+        sharers = self.machine.sharers(hosts, local_ranks)
         # A step ends with the last of the messages from all other hosts.
         step = self.network.latency + self.network.jitter * (1 - 1 / hosts)
-        costs = [self._overlap(stretch, turns, step) for stretch in case.stretches(kind)]
+        costs = [self._overlap(stretch, sharers, step) for stretch in case.stretches(kind)]
         return Cost(
             sum(cost.seconds for cost in costs),
             sum(cost.link for cost in costs),
@@ -193,18 +198,13 @@ class DataPath:
             sum(cost.latency for cost in costs),
         )
 
-    def _turns(self, hosts: int, local_ranks: int) -> float:
-        """Return how many ranks take turns on a core."""
-        ranks = hosts * local_ranks if self.machine.shared_cores else local_ranks
-        return max(ranks / self.machine.cores, 1.0)
-
-    def _overlap(self, stretch: _Stretch, turns: float, step: float) -> Cost:
+    def _overlap(self, stretch: _Stretch, sharers: float, step: float) -> Cost:
         """Return the cost of chunks that overlap: the first one's way, then the slowest stage of each."""
         seconds = link = cpu = latency = 0.0
         for chunks in stretch:
             if not chunks.count:
                 continue
-            busy, wire = chunks.cpu * turns, chunks.wire / self.network.rate * _ON_WIRE
+            busy, wire = chunks.cpu * sharers, chunks.wire / self.network.rate * _ON_WIRE
             wait = chunks.steps * step
             way, slowest = busy + wire + wait, max(busy, wire)
             period = max(slowest, way / shared_memory.ACROSS_SLOTS)

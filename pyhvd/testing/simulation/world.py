@@ -102,6 +102,8 @@ class World:
         The data path's model.
     cpu : float or None
         See :class:`~pyhvd.testing.simulation.clock.Process`.
+    sharers : float
+        Likewise.
     seed : int
         Of the network's jitter.
     fusion_threshold : int
@@ -131,6 +133,7 @@ class World:
         network: Network,
         cost_of: CostOf,
         cpu: float | None,
+        sharers: float,
         seed: int,
         fusion_threshold: int,
         cycle: float,
@@ -145,7 +148,7 @@ class World:
         self.runs: list[Run] = []
         self.ends: dict[int, tuple[float, str]] = {}
         self._cost_of = cost_of
-        self._cpu = cpu
+        self._cpu, self._sharers = cpu, sharers
         self._steps_of = [0] * self.size
         self._waits_of = [0] * self.size
         self._open: dict[object, _Open] = {}
@@ -182,7 +185,7 @@ class World:
 
     def make_process(self, settle: Callable[[], object]) -> Process:
         """Return a thread of a simulated process."""
-        return Process(self.clock, self._cpu, settle)
+        return Process(self.clock, self._cpu, settle, self._sharers)
 
     def host_of(self, rank: int) -> int:
         """Return a rank's host."""

@@ -52,9 +52,10 @@ def test_events_of_one_time_keep_their_order() -> None:
     assert (clock.now, clock.events) == (2.0, 5)
 
 
-def test_a_process_works_one_turn_after_the_other() -> None:
+@pytest.mark.parametrize("sharers", [1, 2])
+def test_a_process_works_one_turn_after_the_other(sharers: int) -> None:
     clock, seen = Clock(), list[tuple[float, str]]()
-    process = Process(clock, cpu=0.25, settle=lambda: None)
+    process = Process(clock, cpu=0.25, settle=lambda: None, sharers=sharers)
 
     def work(name: str) -> None:
         seen.append((clock.now, name))
@@ -64,7 +65,8 @@ def test_a_process_works_one_turn_after_the_other() -> None:
     clock.at(0.5, process.call, work, "b")
     clock.at(0.6, process.call, work, "c")
     clock.run(10.0)
-    assert seen == [(0.0, "a"), (1.0, "b"), (1.0, "c")]  # what has come meanwhile is one turn
+    # What has come meanwhile is one turn.
+    assert seen == [(0.0, "a"), (1.0 * sharers, "b"), (1.0 * sharers, "c")]
     assert (process.busy, process.longest) == (1.0 + 1.75, 1.75)
 
 
