@@ -69,7 +69,7 @@ class HostsBackend(ShmBackend):
     def resize(self, pieces: Pieces) -> None:
         """Change the size of the window's chunks and of other pieces."""
         HostBackend.resize(self, pieces)
-        self.window.resize(chunk_across(pieces.chunk_size))
+        self.window.resize(chunk_across(pieces.chunk_size, len(self._moves.hosts)))
 
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
         """Send ``counts[r]`` to rank r; return each rank's count for this rank."""

@@ -25,6 +25,8 @@ from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.moves import Move, MoveLayout
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
+CHUNK_MOST = 3 << 19
+"""Bytes up to which a chunk grows with the number of hosts."""
 _NOTE_SECONDS = 0.5
 # The reduction by which carriers are compared: its number of float32, and how often it is done.
 _TRIAL = 1 << 18
@@ -255,13 +257,17 @@ class HostsFabric(ShmFabric):
         return LinkLost(text, ranks[0])
 
 
-def chunk_across(chunk_size: int) -> int:
-    """Return the bytes of a chunk of a set that spans hosts: half as many again.
+def chunk_across(chunk_size: int, hosts: int) -> int:
+    """Return the bytes of a chunk of a set that spans hosts: more than on one host.
 
     A frame between hosts costs more than a copy within a host. Measured on 2 and 4 hosts with 16 and 64 MiB:
-    10 to 30 % faster than with 256 KiB, and no slower than with more.
+    with half as many bytes again 10 to 30 % faster than with 256 KiB, and no slower than with more. On more
+    hosts a chunk grows with their number, as it is cut into a frame for each of them; up to CHUNK_MOST, which
+    is all that a slot's memory is worth (docs/performance_notes.md).
     """
-    return chunk_size * 3 // 2 // shared_memory.CHUNK_UNIT * shared_memory.CHUNK_UNIT
+    base = chunk_size * 3 // 2
+    grown = max(base, min(base * hosts // 4, CHUNK_MOST))
+    return grown // shared_memory.CHUNK_UNIT * shared_memory.CHUNK_UNIT
 
 
 def open_hosts_fabric(
@@ -293,8 +299,8 @@ def open_hosts_fabric(
     chunk_size, largest_chunk : int
         Bytes of a chunk of a set on one host, now and at most.
     """
-    chunk, largest = chunk_across(chunk_size), chunk_across(largest_chunk)
     by_host = hosts_in_order(hosts)
+    chunk, largest = (chunk_across(each, len(by_host)) for each in (chunk_size, largest_chunk))
     if len(by_host) > shared_memory.MAX_HOSTS:
         return NoLinks(f"a process set has links between at most {shared_memory.MAX_HOSTS} hosts")
     here = next(each for each in by_host if fabric.rank in each)

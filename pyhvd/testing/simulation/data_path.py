@@ -224,7 +224,7 @@ class _Work:
         self.hosts, self.local, self.p = hosts, local, hosts * local
         self.others = hosts - 1
         self.n, self.tensors = nbytes, tensors
-        self.chunk = chunk_across(path.chunk_size) if hosts > 1 else path.chunk_size
+        self.chunk = chunk_across(path.chunk_size, hosts) if hosts > 1 else path.chunk_size
         self.staging = path.staging_size
 
     def copies(self, nbytes: float) -> float:
