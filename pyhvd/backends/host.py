@@ -104,12 +104,17 @@ class HostBackend:
         self._order = list(range(self.size))  # of the ranks' blocks in a reducescatter
         self._buffers: dict[str, Bytes] = {}
 
+    @property
+    def piece_size(self) -> int:
+        """Most bytes that an allreduce reduces at once."""
+        return self.pieces.staging_size
+
     # -- reductions ----------------------------------------------------------------------------------
 
     def allreduce(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce fused tensors."""
         item = spec.info.itemsize
-        for window in windows(counts, max(self.pieces.staging_size // item, 1)):
+        for window in windows(counts, max(self.piece_size // item, 1)):
             nbytes = item * sum(count for _, _, count in window)
             tensor, first, _ = window[0]
             source, target = sources[tensor], targets[tensor]
@@ -124,7 +129,7 @@ class HostBackend:
             direct = alone and target is not None
             out = target.bytes[span] if direct and target is not None else self._buffer("out", nbytes)
             with self.phases.phase(f"{self.name}_ALLREDUCE"):
-                self._reduce_everywhere(send, out, spec)
+                self.reduce_everywhere(send, out, spec)
             if not direct:
                 ptrs, numbers = self._pieces(targets, window, item)
                 with self.phases.phase("MEMCPY_OUT_FUSION_BUFFER"):
@@ -168,8 +173,8 @@ class HostBackend:
         blocks = address(box) + mine * np.arange(self.size, dtype=np.int64)
         self._sum(address(out), blocks, mine // spec.info.itemsize, spec)
 
-    def _reduce_everywhere(self, send: Bytes, out: Bytes, spec: ReduceSpec) -> None:
-        """Reduce one window to all ranks; ``out`` may be ``send``."""
+    def reduce_everywhere(self, send: Bytes, out: Bytes, spec: ReduceSpec) -> None:
+        """Reduce a piece to all ranks; ``out`` may be ``send``."""
         nbytes, item, size = len(send), spec.info.itemsize, self.size
         if nbytes * size <= FLAT:
             box = self._buffer("box", nbytes * size)

@@ -1,7 +1,8 @@
 """Reductions over a shared window, on several hosts also over links: by :mod:`pyhvd.native.shared_memory`.
 
-Owns the decision whether a process set gets windows and links. It gets none if a host has too little shared
-memory, if its hosts cannot connect, or with ``PYHVD_FAST_LANE=0``; rank 0 logs the cause once.
+Owns the decision whether a process set gets windows and links. It gets none with ``PYHVD_FAST_LANE=0``, and
+no links if a host has too little shared memory, if its hosts cannot connect, or if there are too many; rank 0
+logs the cause once. Without links an allreduce may still have two levels.
 
 Results have the same bits with and without: all ways reduce in the same order by the same kernels.
 """
@@ -17,6 +18,7 @@ from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address, flat_bytes
 from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
+from pyhvd.backends.two_level import make_two_levels
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.native.shared_memory import Window
 from pyhvd.transport.fabric import Fabric
@@ -158,4 +160,7 @@ def make_backend(
         level = logging.DEBUG if opened.expected else logging.WARNING
         what = "links between the hosts of" if several else "shared memory for"
         _log.log(level, "no %s %d ranks, so they use MPI: %s", what, fabric.size, opened.cause)
-    return HostBackend(fabric, pieces, hosts)
+    two = None
+    if open_window is not None and several:
+        two = make_two_levels(fabric, pieces, hosts, open_window, largest_chunk)
+    return two or HostBackend(fabric, pieces, hosts)

@@ -64,13 +64,14 @@ class ThreadGroup:
                 f"a rank of this process has ended, or has not reached this call within {self.timeout:g} s"
             ) from exc
 
-    def interrupt(self) -> None:
-        """Make all waits fail, here and in all subsets."""
-        self._barrier.abort()
+    def interrupt(self, note: bytes | None = None) -> None:
+        """Make all waits fail, here and in all subsets; with the note of an abort if there was one."""
         with self._lock:
+            note = self._note = self._note or note
             subsets = [group for groups in self._subsets.values() for group in groups]
+        self._barrier.abort()
         for group in subsets:
-            group.interrupt()
+            group.interrupt(note)
 
     def abort(self, rank: int, note: bytes) -> None:
         """Make all waits for a rank fail with its note, here and in its subsets; the first note counts."""

@@ -1,8 +1,8 @@
 """What a collective costs: steps, bytes between hosts, and CPU time, by the algorithms of the real data path.
 
 The formulas are those of docs/mechanisms.md, "What a collective costs" and "Collectives over MPI". They
-follow ``native/src/window``, ``transport/moves.py`` and ``backends/host.py``. docs/scaling.md explains the
-model, which is pure.
+follow ``native/src/window``, ``transport/moves.py``, ``backends/host.py`` and ``backends/two_level.py``.
+docs/scaling.md explains the model, which is pure.
 
 1. Up to 64 hosts have links. A batch is cut into chunks, which overlap: its time is that of the first chunk's
    whole way, and for each further chunk that of the slowest stage: the link, or the CPU of a rank.
@@ -407,26 +407,30 @@ class _Mpi(_Work):
             RequestType.ADASUM: self._adasum,
         }
         if kind == RequestType.BARRIER:
-            return [self.enters(), self._gather(self.p)]
+            return [self.enters(), self._gather(self.p, self.p)]
         return ways[kind]() if kind in ways and self.n else []
 
     def _allreduce(self) -> Iterable[_Stretch]:
-        """Yield each piece: slices to their owners, the reduction, and the results to all."""
-        for piece in self.pieces(self.staging):
-            yield self.enters()
+        """Yield each piece: reduced on each host, then each rank's slice on its rail; and to all ranks."""
+        for piece in self.pieces(self.staging * self.local):
+            part = piece / self.local
+            several = self.local > 1
+            yield self.enters(1 + 2 * several)
             yield [_Chunks(1, self.copies(2 * piece) if self.tensors > 1 else 0.0)]
-            if piece * self.p <= MPI_FLAT:
-                yield self._gather(piece * self.p)
-                yield [_Chunks(1, self.sums(piece * self.p))]
+            if several:
+                yield [_Chunks(1, self.copies(3 * (piece - part)) + self.sums(piece))]
+            if part * self.hosts <= MPI_FLAT:
+                yield self._gather(part * self.hosts, self.hosts)
+                yield [_Chunks(1, self.sums(part * self.hosts))]
             else:
-                yield self._trade(piece)
-                yield [_Chunks(1, self.sums(piece))]
-                yield self._gather(piece)
+                yield self._trade(part, self.hosts)
+                yield [_Chunks(1, self.sums(part))]
+                yield self._gather(part, self.hosts)
 
     def _reducescatter(self) -> Iterable[_Stretch]:
         for piece in self.pieces(self.staging):
             yield self.enters()
-            yield self._trade(piece)
+            yield self._trade(piece, self.p)
             yield [_Chunks(1, self.copies(piece * (1 + 1 / self.p)) + self.sums(piece))]
 
     def _adasum(self) -> Iterable[_Stretch]:
@@ -440,29 +444,33 @@ class _Mpi(_Work):
                     yield [self._messages(1, nbytes, wire and nbytes * self.local, 1)]
 
     def _allgather(self) -> Iterable[_Stretch]:
-        return [self.enters(), self._gather(self.n)]
+        return [self.enters(), self._gather(self.n, self.p)]
 
     def _broadcast(self) -> Iterable[_Stretch]:
         """Return a tree for few bytes; for many, a piece for each rank, and then all pieces for all."""
         depth = math.ceil(math.log2(self.p))
         if self.n <= RING:
             return [self.enters(), [self._messages(depth, self.n * depth, self.n * self.local, depth)]]
-        return [self.enters(), [self._messages(depth, self.n, self.n, depth)], self._gather(self.n)]
+        return [self.enters(), [self._messages(depth, self.n, self.n, depth)], self._gather(self.n, self.p)]
 
     def _alltoall(self) -> Iterable[_Stretch]:
-        return [self.enters(2), self._trade(8 * self.p), self._trade(self.n)]
+        return [self.enters(2), self._trade(8 * self.p, self.p), self._trade(self.n, self.p)]
 
-    def _trade(self, nbytes: float) -> _Stretch:
-        """Return what gives each rank its part of every rank's bytes: all messages at once."""
+    def _trade(self, nbytes: float, ranks: int) -> _Stretch:
+        """Return what gives each of some ranks its part of every one's bytes: all messages at once.
+
+        `ranks` are all ranks, or those of each rail at the same time, one on each host.
+        """
         away = nbytes * self.others / self.hosts
-        return [self._messages(self.p - 1, nbytes, away * self.local, 1)]
+        return [self._messages(ranks - 1, nbytes, away * self.local, 1)]
 
-    def _gather(self, nbytes: float) -> _Stretch:
-        """Return what gives every rank the parts of all: in log2 p steps, or around a ring of the ranks."""
+    def _gather(self, nbytes: float, ranks: int) -> _Stretch:
+        """Return what gives each of some ranks the parts of all: in steps that double them, or in a ring."""
         away = nbytes * self.others / self.hosts
         if nbytes > RING:
-            return [self._messages(self.p - 1, nbytes, nbytes, self.p - 1)]
-        depth = math.ceil(math.log2(self.p))
+            rings = self.p // ranks
+            return [self._messages(ranks - 1, nbytes, nbytes * rings, ranks - 1)]
+        depth = math.ceil(math.log2(ranks))
         return [self._messages(depth, nbytes, away * self.local, depth)]
 
     def _messages(self, count: int, nbytes: float, wire: float, steps: int) -> _Chunks:

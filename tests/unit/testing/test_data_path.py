@@ -115,12 +115,18 @@ def test_a_rank_alone_copies_only_chunks_of_several_tensors() -> None:
     assert many == pytest.approx(2 * 4 * MIB)
 
 
-def test_mpi_carries_all_ranks_slices_between_more_than_64_hosts() -> None:
-    """Slices of all ranks cross to their owners, and results around a ring; host by host, one rank sends."""
-    nbytes, hosts, local = 4 * MIB, 65, 8
-    crossing = nbytes * local * (hosts - 1) / hosts + nbytes
+@pytest.mark.parametrize("local", [1, 8])
+def test_mpi_carries_partial_results_between_more_than_64_hosts(local: int) -> None:
+    """A host's partial results cross to their owners, and results around a ring of each rail."""
+    nbytes, hosts = 4 * MIB * local, 65
+    crossing = nbytes * (hosts - 1) / hosts + nbytes
     assert bytes_sent(RequestType.ALLREDUCE, nbytes, hosts, local) == pytest.approx(crossing * 1514 / 1448)
-    assert bytes_sent(RequestType.ALLREDUCE, nbytes, hosts - 1, 1) < 2.2 * nbytes
+
+
+def test_a_rank_exchanges_messages_with_one_rank_of_each_host_without_links() -> None:
+    network = Network(latency=0.0, rate=math.inf, message_cpu=1.0)
+    cost = DataPath(network, IDEAL)(RequestType.ALLREDUCE, 32 * MIB, 65, 8)
+    assert cost.cpu == 2 * 2 * 64  # one piece: slices to 64 others, and 64 steps around the ring
 
 
 @pytest.mark.parametrize(
