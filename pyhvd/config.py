@@ -191,7 +191,8 @@ class Config:
     chunk_size: int = _shared(
         256 * 1024,
         _chunk,
-        "bytes of one chunk of the shared-memory pipeline; a rank has three per process set",
+        "bytes of one chunk of the shared-memory pipeline; a rank has three per process set, or four larger"
+        " ones on several hosts",
     )
     staging_size: int = _shared(
         4 * 1024 * 1024, _positive, "bytes of one piece of a tensor that goes through MPI, or is scattered"

@@ -8,8 +8,8 @@ before it once on each host with several ranks, if there are several hosts.
 
 1. An element's bits depend on the ranks' values alone: not on the MPI library, the message size, or the other
    tensors in the buffer. (MPI_Allreduce promises less: its order of summation depends on size and position.)
-2. Tensors are cut into windows of ``staging_size`` bytes, which stay in the cache. Small tensors are packed;
-   large ones move directly from and to the caller's memory.
+2. Tensors are cut into windows of ``piece_size`` bytes, which stay in the cache where there is one level.
+   Small tensors are packed; large ones move directly from and to the caller's memory.
 3. No buffer grows with the tensors, and no count comes near 2**31.
 """
 

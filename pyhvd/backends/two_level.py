@@ -11,6 +11,7 @@ Flash", 2018, with pyhvd's allreduce on a rail.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,12 +21,20 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend, rows_of
 from pyhvd.dtypes import ReduceSpec
-from pyhvd.native.shared_memory import Window
-from pyhvd.transport.fabric import Fabric
+from pyhvd.native.shared_memory import MAX_LOCAL, Window
+from pyhvd.transport.fabric import Fabric, allgather_bytes
 from pyhvd.transport.link_layout import hosts_in_order
-from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes
+from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
+PIECE_MOST = 16 << 20
+"""Bytes up to which a piece grows with the ranks of a host: each rank has three buffers of that size."""
 _LOCAL, _RAIL = 0, 1  # tags of the subsets
+_log = logging.getLogger("pyhvd")
+
+
+def piece_across(staging_size: int, local_ranks: int) -> int:
+    """Return the bytes of a piece of an allreduce in two levels: for each rail a staging size, if it may."""
+    return max(staging_size, min(staging_size * local_ranks, PIECE_MOST))
 
 
 class TwoLevelBackend(HostBackend):
@@ -50,8 +59,8 @@ class TwoLevelBackend(HostBackend):
 
     @property
     def piece_size(self) -> int:
-        """Most bytes that are reduced at once: as many on each rail as otherwise on all ranks."""
-        return self.pieces.staging_size * self._local.size
+        """Most bytes that an allreduce reduces at once."""
+        return piece_across(self.pieces.staging_size, self._local.size)
 
     def reduce_everywhere(self, send: Bytes, out: Bytes, spec: ReduceSpec) -> None:
         """Reduce a piece to all ranks, first among those of each host; ``out`` may be ``send``."""
@@ -91,15 +100,19 @@ def make_two_levels(
 ) -> TwoLevelBackend | None:
     """Return a backend with a window on each host that has the memory for it; collective.
 
-    None: the hosts have different numbers of ranks, or one each.
+    None: the hosts have different numbers of ranks, or one each, or more than a window can have.
     """
     by_host = hosts_in_order(hosts)
     ranks = len(by_host[0])
-    if ranks == 1 or any(len(each) != ranks for each in by_host):
+    if not 1 < ranks <= MAX_LOCAL or any(len(each) != ranks for each in by_host):
         return None
     here = next(each for each in by_host if fabric.rank in each)
     local = fabric.subset(here, _LOCAL)
     opened = open_window(local, area_bytes(largest_chunk))
+    cause = opened.cause if isinstance(opened, NoWindow) else ""
+    causes = [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]
+    if causes and fabric.rank == 0:
+        _log.warning("no shared memory on a host, so its ranks reduce by MPI among themselves: %s", causes[0])
     if isinstance(opened, Segment):
         window = Window(local.rank, opened.areas, pieces.chunk_size, largest_chunk)
         local = ShmFabric(local, opened, window)

@@ -25,7 +25,7 @@ from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.moves import Move, MoveLayout
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
-CHUNK_MOST = 3 << 19
+CHUNK_MOST = 3 << 18
 """Bytes up to which a chunk grows with the number of hosts."""
 _NOTE_SECONDS = 0.5
 # The reduction by which carriers are compared: its number of float32, and how often it is done.
@@ -261,9 +261,10 @@ def chunk_across(chunk_size: int, hosts: int) -> int:
     """Return the bytes of a chunk of a set that spans hosts: more than on one host.
 
     A frame between hosts costs more than a copy within a host. Measured on 2 and 4 hosts with 16 and 64 MiB:
-    with half as many bytes again 10 to 30 % faster than with 256 KiB, and no slower than with more. On more
-    hosts a chunk grows with their number, as it is cut into a frame for each of them; up to CHUNK_MOST, which
-    is all that a slot's memory is worth (docs/performance_notes.md).
+    with half as many bytes again 10 to 30 % faster than with 256 KiB, and no slower than with more. Every
+    chunk is cut into a frame for each host, so chunks grow with the number of hosts. More than CHUNK_MOST
+    would cost shared memory, and on slow links the agreement's messages wait behind two chunks
+    (docs/performance_notes.md).
     """
     base = chunk_size * 3 // 2
     grown = max(base, min(base * hosts // 4, CHUNK_MOST))

@@ -67,7 +67,9 @@ class ThreadGroup:
     def interrupt(self, note: bytes | None = None) -> None:
         """Make all waits fail, here and in all subsets; with the note of an abort if there was one."""
         with self._lock:
-            note = self._note = self._note or note
+            if self._note is None:
+                self._note = note
+            note = self._note
             subsets = [group for groups in self._subsets.values() for group in groups]
         self._barrier.abort()
         for group in subsets:

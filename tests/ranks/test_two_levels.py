@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.arrays import Bytes
+from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend
-from pyhvd.backends.two_level import TwoLevelBackend
+from pyhvd.backends.two_level import PIECE_MOST, TwoLevelBackend, piece_across
+from pyhvd.dtypes import ReduceSpec
 from pyhvd.engine.context import current
 from pyhvd.testing import run_ranks
+from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.inprocess import ThreadFabric
 from pyhvd.transport.shm import ShmFabric
 from tests.conformance import joining, sets
 from tests.conformance.cases import SECONDS, Case, Cases, each, on_threads, outcome
@@ -42,12 +47,18 @@ def reduced(
                 single = [hvd.allreduce(a, name=f"{name}.{i}", op=op) for i, a in enumerate(arrays)]
                 grouped = hvd.grouped_allreduce(arrays, name=f"{name}.grouped", op=op)
                 found += [each.tobytes() for each in (*single, *grouped)]
-        halved = hvd.allreduce(
-            np.full(7, 2.0), name="halved", op=hvd.Sum, prescale_factor=0.5, postscale_factor=4
-        )
+        for precision in (np.float16, np.float64):
+            scaled = hvd.allreduce(
+                (random.standard_normal(999) * 9).astype(precision),
+                name=f"scaled.{np.dtype(precision)}",
+                op=hvd.Average,
+                prescale_factor=0.7,
+                postscale_factor=3,
+            )
+            found.append(scaled.tobytes())
         kind = type(backend())
         hvd.barrier()
-        return kind, [*found, halved.tobytes()]
+        return kind, found
 
     results = run_ranks(len(hosts), rank, timeout=SECONDS, knobs=knobs, hosts=list(hosts))
     return results[0][0], [found for _, found in results]
@@ -87,6 +98,57 @@ def test_a_host_without_shared_memory_uses_mpi_on_both_levels(monkeypatch: pytes
 
     found = run_ranks(4, rank, timeout=SECONDS, knobs={"links": False}, hosts=[0, 0, 1, 1])
     assert found == [(6.0, False)] * 4
+
+
+def test_pieces_grow_with_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert piece_across(4 << 20, 2) == 8 << 20
+    assert piece_across(4 << 20, 64) == PIECE_MOST
+    assert piece_across(64 << 20, 8) == 64 << 20  # what the user asks for
+    works, on_rails = HostBackend.reduce_everywhere, list[int]()
+
+    def notes(self: HostBackend, send: Bytes, out: Bytes, spec: ReduceSpec) -> None:
+        on_rails.append(len(send))
+        works(self, send, out, spec)
+
+    monkeypatch.setattr(HostBackend, "reduce_everywhere", notes)
+
+    def rank() -> int:
+        total = hvd.allreduce(np.ones(1000, np.uint8), name="a", op=hvd.Sum)
+        assert total.tolist() == [4] * 1000
+        size = backend().piece_size
+        hvd.barrier()
+        return size
+
+    knobs = {"links": False, "staging_size": 100}
+    assert run_ranks(4, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 0, 1, 1]) == [200] * 4
+    assert on_rails == [100] * 5 * 4
+
+
+def test_sizes_change_on_both_levels_and_all_fabrics_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Fabric] = []
+    for kind in (ShmFabric, ThreadFabric):
+
+        def close(self: Any, works: Callable[[Any], None] = kind.close) -> None:
+            closed.append(self)
+            works(self)
+
+        monkeypatch.setattr(kind, "close", close)
+
+    def rank() -> tuple[tuple[int, int, int], list[Fabric]]:
+        two = backend()
+        assert isinstance(two, TwoLevelBackend)
+        assert isinstance(two._local, ShmFabric)
+        hvd.barrier()
+        two.resize(Pieces(1 << 14, 1 << 15))  # on all ranks, between the same two collectives
+        sizes = two._local.window.chunk, two.piece_size, two._rail.piece_size
+        total = hvd.allreduce(np.ones(100_000), name="a", op=hvd.Sum)
+        assert total.tolist() == [4.0] * 100_000
+        hvd.barrier()
+        return sizes, [two._local, two._local.inner, two._rail.fabric, two.fabric]
+
+    for sizes, fabrics in run_ranks(4, rank, timeout=SECONDS, knobs={"links": False}, hosts=[0, 0, 1, 1]):
+        assert sizes == (1 << 14, 1 << 16, 1 << 15)
+        assert all(fabric in closed for fabric in fabrics)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])

@@ -29,7 +29,7 @@ class StagedBackend:
     Parameters
     ----------
     host : HostBackend
-        The process set's backend; not owned. A piece has its staging size.
+        The process set's backend; not owned. A piece has its piece size, or its staging size.
     device : Device
         This rank's device.
     stream : Stream
@@ -89,7 +89,7 @@ class StagedBackend:
                 [Move(0, down + first, nbytes)] if froms else [],
                 [Move(0, up + first, nbytes)] if froms else [],
             )
-            for first, nbytes in self._walk(total * info.itemsize, info.itemsize)
+            for first, nbytes in self._walk(total * info.itemsize, info.itemsize, self._host.piece_size)
         )
         if froms and len(counts) > 1:
             self._scatter(up, offsets, tos, info)
@@ -182,7 +182,7 @@ class StagedBackend:
                 [Move(0, buffer.ptr + first, nbytes)] if mine else [],
                 [] if mine else [Move(0, buffer.ptr + first, nbytes)],
             )
-            for first, nbytes in self._walk(buffer.nbytes, 1)
+            for first, nbytes in self._walk(buffer.nbytes, 1, self._host.pieces.staging_size)
         )
 
     def alltoall(
@@ -207,9 +207,9 @@ class StagedBackend:
 
     # -- pieces --------------------------------------------------------------------------------------
 
-    def _walk(self, nbytes: int, item: int) -> Iterator[tuple[int, int]]:
-        """Yield the pieces of contiguous bytes: (first byte, number of bytes)."""
-        piece = max(self._host.pieces.staging_size // item, 1) * item
+    def _walk(self, nbytes: int, item: int, most: int) -> Iterator[tuple[int, int]]:
+        """Yield the pieces of contiguous bytes, of at most `most`: (first byte, number of bytes)."""
+        piece = max(most // item, 1) * item
         for first in range(0, nbytes, piece):
             yield first, min(piece, nbytes - first)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from pyhvd.backends.adasum import BATCH, FLAT as ADASUM_FLAT
 from pyhvd.backends.host import FLAT as MPI_FLAT
+from pyhvd.backends.two_level import piece_across
 from pyhvd.native import shared_memory
 from pyhvd.negotiation.messages import RequestType
 from pyhvd.testing.simulation.network import Network
@@ -412,13 +413,13 @@ class _Mpi(_Work):
 
     def _allreduce(self) -> Iterable[_Stretch]:
         """Yield each piece: reduced on each host, then each rank's slice on its rail; and to all ranks."""
-        for piece in self.pieces(self.staging * self.local):
+        for piece in self.pieces(piece_across(self.staging, self.local)):
             part = piece / self.local
             several = self.local > 1
             yield self.enters(1 + 2 * several)
             yield [_Chunks(1, self.copies(2 * piece) if self.tensors > 1 else 0.0)]
             if several:
-                yield [_Chunks(1, self.copies(3 * (piece - part)) + self.sums(piece))]
+                yield [_Chunks(1, self.copies(3 * piece - part) + self.sums(piece))]
             if part * self.hosts <= MPI_FLAT:
                 yield self._gather(part * self.hosts, self.hosts)
                 yield [_Chunks(1, self.sums(part * self.hosts))]

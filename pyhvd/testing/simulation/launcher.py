@@ -56,7 +56,7 @@ class Launcher:
 
     def __init__(self, world: World) -> None:
         self.error, self.ended_at = "", 0.0
-        self.process = world.make_process(self._settle)
+        self.process = world.make_process(self._settle, of_rank=False)
         self._world = world
         self._members = [
             Member(host, 0, world.name_of(host), world.name_of(host), world.local_ranks, _FACTS)

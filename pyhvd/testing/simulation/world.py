@@ -183,9 +183,9 @@ class World:
             self.clock.at(0.0, rank.advance)
         return self.clock.run(until)
 
-    def make_process(self, settle: Callable[[], object]) -> Process:
-        """Return a thread of a simulated process."""
-        return Process(self.clock, self._cpu, settle, self._sharers)
+    def make_process(self, settle: Callable[[], object], of_rank: bool = True) -> Process:
+        """Return a thread of a simulated process: of a rank, which may share its core, or of the launcher."""
+        return Process(self.clock, self._cpu, settle, self._sharers if of_rank else 1.0)
 
     def host_of(self, rank: int) -> int:
         """Return a rank's host."""

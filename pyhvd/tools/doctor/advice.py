@@ -153,8 +153,9 @@ def _check_shared_memory(facts: Facts, ranks: int) -> Findings:
         yield note(
             "shared memory",
             f"{shared.path} is {size(shared.total)}: enough for pyhvd ({size(needed)} for {ranks} ranks"
-            " and each process set), but MPI and data loaders use it too, and end with a bus error when it is"
-            " full. Start the container with --shm-size=1g",
+            f" and each process set; on many hosts {size(facts.shared_across * ranks)}), but MPI and data"
+            " loaders use it too, and end with a bus error when it is full. Start the container with"
+            " --shm-size=1g",
         )
 
 

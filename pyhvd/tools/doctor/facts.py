@@ -118,6 +118,7 @@ class Facts:
     mpiexec_error: str = ""
     shared: Shared = field(default_factory=Shared)
     shared_per_rank: int = 0
+    shared_across: int = 0  # of a process set of many hosts
     cores: Cores = field(default_factory=Cores)
     memory: Memory = field(default_factory=Memory)
     gpus: list[str] = field(default_factory=list)
@@ -151,6 +152,7 @@ def gather(timeout: float) -> Facts:
         mpiexec_error=mpiexec_error,
         shared=shared_memory(),
         shared_per_rank=_window_bytes() if not broken else 0,
+        shared_across=_window_bytes_across() if not broken else 0,
         cores=_cores(),
         memory=_memory(),
         gpus=gpus(),
@@ -243,6 +245,16 @@ def _window_bytes() -> int:
     from pyhvd.transport.shm import area_bytes
 
     return area_bytes(Config().chunk_size)
+
+
+def _window_bytes_across() -> int:
+    from pyhvd.config import Config
+    from pyhvd.native import shared_memory
+    from pyhvd.transport.hosts import chunk_across
+    from pyhvd.transport.shm import area_bytes
+
+    chunk = chunk_across(Config().chunk_size, shared_memory.MAX_HOSTS)
+    return area_bytes(chunk, shared_memory.ACROSS_SLOTS)
 
 
 def _processor() -> str:

@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from pyhvd.backends.two_level import piece_across
 from pyhvd.config import Config
 from pyhvd.testing.simulation import (
     HostLost,
@@ -24,6 +25,7 @@ from pyhvd.testing.simulation import (
 )
 from pyhvd.testing.simulation.world import LINKED_HOSTS
 from pyhvd.tools.simulate.gradients import Gradients
+from pyhvd.transport.hosts import chunk_across
 
 MOST_WORK = 10_000_000
 """Ranks x gradients of the largest cluster. 1,250 hosts x 8 ranks with 161 gradients take 1.4 GB."""
@@ -251,9 +253,17 @@ def _knobs(case: Case, nbytes: int) -> Iterator[tuple[str, int]]:
     for knob, most in (("fusion_threshold", nbytes), (chunked, largest))[large:]:
         value = getattr(config, knob)
         for other in (4 * value,) if large else (4 * value, value // 4):
-            # A limit matters only if it is lower than what it limits.
-            if _LEAST.get(knob, 1) <= min(other, value) < most:
+            # A limit matters only if it is lower than what it limits, and only its effect counts.
+            lower, higher = sorted((_effect(case, knob, value), _effect(case, knob, other)))
+            if other >= _LEAST.get(knob, 1) and lower < min(higher, most):
                 yield knob, other
+
+
+def _effect(case: Case, knob: str, value: int) -> int:
+    """Return the bytes that a knob of this value means on the case's hosts."""
+    if knob == "chunk_size" and case.hosts > 1:
+        return chunk_across(value, case.hosts)
+    return piece_across(value, case.local_ranks) if knob == "staging_size" else value
 
 
 # -- running -------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_mpi_carries_partial_results_between_more_than_64_hosts(local: int) -> N
 
 def test_a_rank_exchanges_messages_with_one_rank_of_each_host_without_links() -> None:
     network = Network(latency=0.0, rate=math.inf, message_cpu=1.0)
-    cost = DataPath(network, IDEAL)(RequestType.ALLREDUCE, 32 * MIB, 65, 8)
+    cost = DataPath(network, IDEAL)(RequestType.ALLREDUCE, 16 * MIB, 65, 8)
     assert cost.cpu == 2 * 2 * 64  # one piece: slices to 64 others, and 64 steps around the ring
 
 

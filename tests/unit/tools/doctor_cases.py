@@ -31,6 +31,7 @@ GOOD = Facts(
     mpiexec="/usr/bin/mpiexec",
     shared=Shared("/dev/shm", 16 * GIB, 15 * GIB),
     shared_per_rank=820_000,
+    shared_across=3_200_000,
     cores=Cores(8, 8),
     memory=Memory(32 * GIB, 20 * GIB),
     packages={"rich": "15.0", "torch": ""},

@@ -193,9 +193,9 @@ PROBLEM (ring): 1 B from rank 0 (node1) arrived damaged on rank 1 (node1): a fau
     or of MPI's transport. Try another transport (MPICH: FI_PROVIDER=tcp; Open MPI: --mca btl self,tcp), and
     test the memory
 
-NOTE (shared memory): /dev/shm is 64 MiB: enough for pyhvd (1.56 MiB for 2 ranks and each process set), but
-    MPI and data loaders use it too, and end with a bus error when it is full. Start the container with
-    --shm-size=1g
+NOTE (shared memory): /dev/shm is 64 MiB: enough for pyhvd (1.56 MiB for 2 ranks and each process set; on many
+    hosts 6.1 MiB), but MPI and data loaders use it too, and end with a bus error when it is full. Start the
+    container with --shm-size=1g
 
 1 problem, 1 note."""
 

@@ -27,9 +27,9 @@ HOSTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
         (
             "note",
             "shared memory",
-            "/dev/shm is 64 MiB: enough for pyhvd (1.56 MiB for 2 ranks and each process set), but MPI and"
-            " data loaders use it too, and end with a bus error when it is full. Start the container with"
-            " --shm-size=1g",
+            "/dev/shm is 64 MiB: enough for pyhvd (1.56 MiB for 2 ranks and each process set; on many hosts"
+            " 6.1 MiB), but MPI and data loaders use it too, and end with a bus error when it is full. Start"
+            " the container with --shm-size=1g",
         ),
     ),
     (
