@@ -109,7 +109,7 @@ def make_two_levels(
     here = next(each for each in by_host if fabric.rank in each)
     local = fabric.subset(here, _LOCAL)
     opened = open_window(local, area_bytes(largest_chunk))
-    cause = opened.cause if isinstance(opened, NoWindow) else ""
+    cause = opened.cause if isinstance(opened, NoWindow) and not opened.expected else ""
     causes = [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]
     if causes and fabric.rank == 0:
         _log.warning("no shared memory on a host, so its ranks reduce by MPI among themselves: %s", causes[0])
