@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,10 @@ def leaving(tmp_path: Path) -> Iterator[tuple[Cluster, dict[str, Path], SessionP
         for log in logs.values():
             cluster.wait_for_worker(log)
         session = SessionProcess(cluster.url, tmp_path / "driver.log", 4, conf=DECOMMISSIONS)
+        # An executor that is registered gets no task before it has started. So let each one run tasks first:
+        # then two tasks are on two workers.
+        started = session.run(os.getpid, num_proc=4)
+        assert len(set(started.results)) == 4, started
         yield cluster, logs, session
         session.close()
     finally:
