@@ -121,6 +121,7 @@ def test_mpi_carries_partial_results_between_more_than_64_hosts(local: int) -> N
     nbytes, hosts = 4 * MIB * local, 65
     crossing = nbytes * (hosts - 1) / hosts + nbytes
     assert bytes_sent(RequestType.ALLREDUCE, nbytes, hosts, local) == pytest.approx(crossing * 1514 / 1448)
+    assert bytes_sent(RequestType.ALLREDUCE, nbytes, hosts - 1, 1) < 2.2 * nbytes
 
 
 def test_a_rank_exchanges_messages_with_one_rank_of_each_host_without_links() -> None:
