@@ -20,12 +20,11 @@ from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.two_level import make_two_levels
 from pyhvd.dtypes import ReduceSpec
-from pyhvd.native.shared_memory import Window
 from pyhvd.transport.fabric import Fabric
 from pyhvd.transport.hosts import HostsFabric, chunk_across, open_hosts_fabric
 from pyhvd.transport.links import LinkOptions, NoLinks
 from pyhvd.transport.moves import Ints, before
-from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
+from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes, open_fabric
 
 _log = logging.getLogger("pyhvd")
 
@@ -154,8 +153,7 @@ def make_backend(
     if isinstance(opened, HostsFabric):
         return HostsBackend(opened, pieces, hosts)
     if isinstance(opened, Segment):
-        window = Window(fabric.rank, opened.areas, pieces.chunk_size, largest_chunk)
-        return ShmBackend(ShmFabric(fabric, opened, window), pieces, hosts)
+        return ShmBackend(open_fabric(fabric, opened, pieces.chunk_size, largest_chunk), pieces, hosts)
     if opened is not None and fabric.rank == 0:
         level = logging.DEBUG if opened.expected else logging.WARNING
         what = "links between the hosts of" if several else "shared memory for"

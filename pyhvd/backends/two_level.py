@@ -21,10 +21,10 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend, rows_of
 from pyhvd.dtypes import ReduceSpec
-from pyhvd.native.shared_memory import MAX_LOCAL, Window
+from pyhvd.native.shared_memory import MAX_LOCAL
 from pyhvd.transport.fabric import Fabric, allgather_bytes
 from pyhvd.transport.link_layout import hosts_in_order
-from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
+from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes, open_fabric
 
 PIECE_MOST = 16 << 20
 """Bytes up to which a piece grows with the ranks of a host: each rank has three buffers of that size."""
@@ -114,7 +114,6 @@ def make_two_levels(
     if causes and fabric.rank == 0:
         _log.warning("no shared memory on a host, so its ranks reduce by MPI among themselves: %s", causes[0])
     if isinstance(opened, Segment):
-        window = Window(local.rank, opened.areas, pieces.chunk_size, largest_chunk)
-        local = ShmFabric(local, opened, window)
+        local = open_fabric(local, opened, pieces.chunk_size, largest_chunk)
     rail = fabric.subset([each[local.rank] for each in by_host], _RAIL)
     return TwoLevelBackend(fabric, pieces, hosts, local, rail)

@@ -129,3 +129,9 @@ class ShmFabric:
 
     def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
         self.check(self.window.gather(send, address(recv), np.array(counts, np.int64)))
+
+
+def open_fabric(inner: Fabric, segment: Segment, chunk_size: int, largest_chunk: int) -> ShmFabric:
+    """Return the fabric of a host's ranks through a window in their memory; it owns both; collective."""
+    window = shared_memory.Window(inner.rank, segment.areas, chunk_size, largest_chunk)
+    return ShmFabric(inner, segment, window)
