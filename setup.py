@@ -61,7 +61,7 @@ setup(
                 "native.shared_memory",
                 *(
                     path
-                    for part in ("links", "window", "fast_path")
+                    for part in ("links", "exchange", "window", "agreement", "fast_path")
                     for path in sorted(glob.glob(f"{SRC}/{part}/*.c"))
                 ),
                 headers=[numpy.get_include()],

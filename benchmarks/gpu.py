@@ -27,8 +27,8 @@ from benchmarks.tensors import resnet50
 from pyhvd import __version__
 from pyhvd.devices.pack_plan import lay_out
 from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.run.cuda_facts import CudaFacts, probe_cuda
 from pyhvd.tools.doctor.facts import gpus
-from pyhvd.tools.doctor.gpus import CudaFacts, probe_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gpu.json"

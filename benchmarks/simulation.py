@@ -26,7 +26,7 @@ from benchmarks.harness import OURS, PEER, Figures, Outcome
 from benchmarks.machine import Machine as Described, mpi_short
 from benchmarks.report import Report, Run, Verdict
 from benchmarks.simulation_ranks import KINDS, Kind
-from pyhvd.testing.simulation import Machine, Network, StepReport, Tensor, simulate, training
+from pyhvd.simulation import Machine, Network, StepReport, Tensor, simulate, training
 from tests.bed import Bed, bed, why_not
 from tests.hosts.launch import Site
 from tests.mpi.launch import ROOT, job_directory, mpi_version

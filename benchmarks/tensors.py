@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyhvd.testing.simulation.models import resnet50 as resnet50
+from pyhvd.simulation.models import resnet50 as resnet50
 
 Array = npt.NDArray[Any]
 

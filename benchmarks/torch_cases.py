@@ -58,7 +58,7 @@ def resnet_gradients(world: World) -> Found:
         return Handed(resnet50()[::-1])
 
     more = [
-        ways.pyhvd_step(ways.AT_BACKWARD, make, reduce_at="backward"),
+        ways.pyhvd_step(ways.IN_STEP, make, reduce_at="step"),
         ways.pyhvd_step(ways.ONE_GROUP, make, groups=1),
         ways.pyhvd_step(ways.SINGLY, make, groups=161),
         ways.after_step(make),

@@ -20,7 +20,7 @@ from benchmarks.questions.torch import AFTER, ALONE, COPIES, VIEWS
 from benchmarks.tensors import WrongResultError
 from benchmarks.torch_models import Handed, Still
 
-AT_BACKWARD = 'pyhvd.torch, reduce_at="backward"'
+IN_STEP = 'pyhvd.torch, reduce_at="step"'
 ONE_GROUP = "pyhvd.torch, one group"
 SINGLY = "pyhvd.torch, a group for each"
 SEPARATE = "MPI, an Allreduce per tensor"

@@ -11,6 +11,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from pyhvd._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pyhvd import elastic as elastic
     from pyhvd.api.collectives import (
@@ -132,12 +134,13 @@ if TYPE_CHECKING:
     from pyhvd.job.errors import (
         LaunchError as LaunchError,
     )
-    from pyhvd.run.launch import (
+    from pyhvd.job.mpi.rank_env import (
+        child_environment as child_environment,
+    )
+    from pyhvd.run.launchers.launch import (
         Hosts as Hosts,
         launch as launch,
     )
-
-__version__ = "0.1.0"
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "api.collectives": (
@@ -173,7 +176,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         *("mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "size"),
     ),
     "job.errors": ("LaunchError",),
-    "run.launch": ("Hosts", "launch"),
+    "job.mpi.rank_env": ("child_environment",),
+    "run.launchers.launch": ("Hosts", "launch"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -6,13 +6,14 @@ import importlib
 import os
 import sys
 
-from pyhvd import __version__
+from pyhvd._version import __version__
+from pyhvd.common.standard_files import fill_standard_files
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("pyhvd.tools.doctor.command", "look at this host and its MPI, and try them out"),
     "elastic": ("pyhvd.tools.elastic", "let a running elastic job leave a host"),
     "simulate": (
-        "pyhvd.tools.simulate.command",
+        "pyhvd.simulation.command.main",
         "simulate training on a cluster: where a step's time goes, what would help",
     ),
     "top": ("pyhvd.tools.top", "show what the ranks of a running job do, live"),
@@ -45,6 +46,7 @@ def main(argv: list[str]) -> int:
 
     An operating system's error, as of an output that cannot be written, is a line on stderr.
     """
+    fill_standard_files()
     try:
         try:
             return _run(argv)

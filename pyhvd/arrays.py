@@ -19,7 +19,8 @@ from pyhvd.dtypes import KNOWN, DtypeInfo, lookup
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-_SCALARS = (bool, int, float, complex, np.generic)
+# The numbers that are taken as arrays of no dimension.
+SCALARS = (bool, int, float, complex, np.generic)
 
 
 class HostLibrary(Protocol):
@@ -116,7 +117,7 @@ def view(tensor: Any, *, writing: bool = False) -> TensorView:
     UnsupportedDtypeError
         The dtype cannot be sent.
     """
-    if writing and isinstance(tensor, _SCALARS):
+    if writing and isinstance(tensor, SCALARS):
         raise TypeError(f"an in-place operation needs an array, not the scalar {tensor!r}")
     array = _as_numpy(tensor)
     if writing and not array.flags.writeable:
@@ -133,7 +134,7 @@ def view(tensor: Any, *, writing: bool = False) -> TensorView:
 def _as_numpy(tensor: Any) -> Array:
     if isinstance(tensor, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: pass array.filled(value), or array.data")
-    if isinstance(tensor, (np.ndarray, *_SCALARS)) or hasattr(tensor, "__array_interface__"):
+    if isinstance(tensor, (np.ndarray, *SCALARS)) or hasattr(tensor, "__array_interface__"):
         return np.asarray(tensor)
     if hasattr(tensor, "__dlpack__"):
         try:

@@ -1,7 +1,8 @@
 """Configuration: one typed, documented dataclass; the environment overrides its defaults.
 
-Owns: the list of knobs, their defaults, their parsing. Knows nothing of MPI or of ranks. Each knob's variable
-is ``PYHVD_<suffix>``. If it is not set, ``HOROVOD_<suffix>`` is read, with one notice.
+Owns: the list of knobs, their defaults, parsing, texts, and entries in config files. Knows nothing of MPI or
+of ranks. Each knob's variable is ``PYHVD_<suffix>``. If it is not set, ``HOROVOD_<suffix>`` is read, with one
+notice.
 A value that cannot be parsed is an error that names the variable; it is never read as zero.
 """
 
@@ -12,10 +13,11 @@ import functools
 import math
 import numbers
 import os
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyhvd.errors import ConfigError
 
@@ -161,8 +163,31 @@ def _checked(knob: dataclasses.Field[Any], value: Any) -> Any:
         raise ConfigError(f"{knob.name}={reprlib.repr(value)}: {exc}") from None
 
 
-def _knob(default: Any, parse: Callable[[str], Any], doc: str, *, shared: bool) -> Any:
-    return field(default=default, metadata={"parse": parse, "doc": doc, "shared": shared})
+class ConfigEntry(NamedTuple):
+    """How a config file and a flag set a variable; :mod:`pyhvd.run.flags` derives both.
+
+    Attributes
+    ----------
+    name : str
+        Section and key in the config file.
+    takes : str
+        The flag's argument in ``--help``; empty for a switch.
+    scale : int
+        The unit of the entry, in that of the variable.
+    opposite : bool
+        Whether the switch turns the variable off.
+    """
+
+    name: str
+    takes: str = ""
+    scale: int = 1
+    opposite: bool = False
+
+
+def _knob(
+    default: Any, parse: Callable[[str], Any], doc: str, entry: ConfigEntry | None = None, *, shared: bool
+) -> Any:
+    return field(default=default, metadata={"parse": parse, "doc": doc, "entry": entry, "shared": shared})
 
 
 _own = functools.partial(_knob, shared=False)
@@ -183,10 +208,16 @@ class Config:
     """
 
     fusion_threshold: int = _shared(
-        128 * 1024 * 1024, _count, "most bytes that are fused into one response; 0: no fusion"
+        128 * 1024 * 1024,
+        _count,
+        "most bytes that are fused into one response; 0: no fusion",
+        ConfigEntry("params.fusion_threshold_mb", "MB", scale=1 << 20),
     )
     cycle_time_ms: float = _own(
-        1.0, _duration, "longest time (ms) that submissions gather while no thread waits"
+        1.0,
+        _duration,
+        "longest time (ms) that submissions gather while no thread waits",
+        ConfigEntry("params.cycle_time_ms", "MS"),
     )
     chunk_size: int = _shared(
         256 * 1024,
@@ -197,24 +228,54 @@ class Config:
     staging_size: int = _shared(
         4 * 1024 * 1024, _positive, "bytes of one piece of a tensor that goes through MPI, or is scattered"
     )
-    cache_capacity: int = _shared(4096, _count, "responses remembered per process set; 0: no response cache")
+    cache_capacity: int = _shared(
+        4096,
+        _count,
+        "responses remembered per process set; 0: no response cache",
+        ConfigEntry("params.cache_capacity", "N"),
+    )
     disable_group_fusion: bool = _shared(
         False, _bool, "a grouped call's tensors are fused only with each other"
     )
     dynamic_process_sets: bool = _shared(False, _bool, "add_process_set and remove_process_set are allowed")
-    stall_check_disable: bool = _shared(False, _bool, "no warnings about stalled tensors")
+    stall_check_disable: bool = _shared(
+        False, _bool, "no warnings about stalled tensors", ConfigEntry("stall_check.enabled", opposite=True)
+    )
     stall_check_time_seconds: float = _shared(
-        60.0, _duration, "report a tensor that some ranks have not submitted after this time (s)"
+        60.0,
+        _duration,
+        "report a tensor that some ranks have not submitted after this time (s)",
+        ConfigEntry("stall_check.warning_time_seconds", "S"),
     )
     stall_shutdown_time_seconds: float = _shared(
-        0.0, _duration, "end the job after this time (s) with such a tensor; 0: never"
+        0.0,
+        _duration,
+        "end the job after this time (s) with such a tensor; 0: never",
+        ConfigEntry("stall_check.shutdown_time_seconds", "S"),
     )
-    autotune: bool = _shared(False, _bool, "search for the best fusion threshold, cycle time and chunk size")
-    autotune_log: str = _own("", str, "CSV file in which rank 0 records the search")
-    autotune_warmup_samples: int = _own(3, _count, "samples to discard before the search")
-    autotune_steps_per_sample: int = _own(10, _positive, "steps of the program that make a sample")
+    autotune: bool = _shared(
+        False,
+        _bool,
+        "search for the best fusion threshold, cycle time and chunk size",
+        ConfigEntry("autotune.enabled"),
+    )
+    autotune_log: str = _own(
+        "", str, "CSV file in which rank 0 records the search", ConfigEntry("autotune.log_file", "FILE")
+    )
+    autotune_warmup_samples: int = _own(
+        3, _count, "samples to discard before the search", ConfigEntry("autotune.warmup_samples", "N")
+    )
+    autotune_steps_per_sample: int = _own(
+        10,
+        _positive,
+        "steps of the program that make a sample",
+        ConfigEntry("autotune.steps_per_sample", "N"),
+    )
     mpi_threads_disable: bool = _own(
-        False, _bool, "ask MPI for THREAD_SERIALIZED; the program itself must then not use MPI"
+        False,
+        _bool,
+        "ask MPI for THREAD_SERIALIZED; the program itself must then not use MPI",
+        ConfigEntry("library_options.mpi_threads_disable"),
     )
     fast_lane: bool = _shared(
         True, _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
@@ -234,29 +295,48 @@ class Config:
         "tcp or mpi carries the data of links; auto: tcp, and with RDMA ports the faster one",
     )
     timeline: str = _shared(
-        "", _text, "record to this file or directory from the start; DYNAMIC: from start_timeline() on"
+        "",
+        _text,
+        "record to this file or directory from the start; DYNAMIC: from start_timeline() on",
+        ConfigEntry("timeline.filename", "PATH"),
     )
-    timeline_mark_cycles: bool = _shared(False, _bool, "a timeline recorded from the start marks its cycles")
+    timeline_mark_cycles: bool = _shared(
+        False,
+        _bool,
+        "a timeline recorded from the start marks its cycles",
+        ConfigEntry("timeline.mark_cycles"),
+    )
     check: str = _shared(
         "off",
         _checks,
         "1 or results: compare the ranks' results; finite: warn of NaN and infinity; results,finite: both",
     )
-    metrics_times: bool = _own(
-        False,
-        _bool,
-        "measure negotiation, execution and waits (about 0.1 us per response); on if a metrics port is set",
-    )
     metrics_port: int | None = _own(
         None,
         _port,
-        "serve metrics for Prometheus on this port + the local rank; 0: any free port; unset: no server",
+        "measure times, and serve metrics for Prometheus on this port + the local rank; 0: any free port;"
+        " unset: no server",
+        ConfigEntry("metrics.port", "PORT"),
     )
-    metrics_address: str = _own("127.0.0.1", str.strip, "the address to serve metrics on; 0.0.0.0: all")
-    log_level: str = _own("warning", _log_level, f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}")
-    log_hide_time: bool = _own(False, _bool, "no clock in log lines")
+    metrics_address: str = _own(
+        "127.0.0.1",
+        str.strip,
+        "the address to serve metrics on; 0.0.0.0: all",
+        ConfigEntry("metrics.address", "ADDRESS"),
+    )
+    log_level: str = _own(
+        "warning",
+        _log_level,
+        f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}",
+        ConfigEntry("logging.level", "LEVEL"),
+    )
+    log_hide_time: bool = _own(
+        False, _bool, "no clock in log lines", ConfigEntry("logging.with_timestamp", opposite=True)
+    )
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the knobs that the environment or the caller has set; autotuning does not change them."""
+    borrowed: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The variables with Horovod's prefix that gave a knob's value."""
 
     def __post_init__(self) -> None:
         """Check every field as its variable is checked; a ConfigError names the field."""
@@ -265,14 +345,25 @@ class Config:
         warn, end = self.stall_check_time_seconds, self.stall_shutdown_time_seconds
         if 0 < end < warn:
             raise ConfigError(
-                f"PYHVD_STALL_SHUTDOWN_TIME_SECONDS={end:g} is less than"
-                f" PYHVD_STALL_CHECK_TIME_SECONDS={warn:g}: the job would end before the warning"
+                self.users_words(
+                    f"PYHVD_STALL_SHUTDOWN_TIME_SECONDS={end:g} is less than"
+                    f" PYHVD_STALL_CHECK_TIME_SECONDS={warn:g}: the job would end before the warning"
+                )
             )
+
+    def users_words(self, text: str) -> str:
+        """Return a text with the variables that the user has set, in place of pyhvd's own names of them."""
+
+        def named(found: re.Match[str]) -> str:
+            other = "HOROVOD_" + found[1]
+            return other if other in self.borrowed else found[0]
+
+        return re.sub(r"\bPYHVD_(\w+)", named, text)
 
     @property
     def metrics_timed(self) -> bool:
         """Whether to measure times."""
-        return self.metrics_times or self.metrics_port is not None
+        return self.metrics_port is not None
 
     @classmethod
     def knobs(cls) -> tuple[dataclasses.Field[Any], ...]:
@@ -315,15 +406,15 @@ class Config:
                         borrowed.append(variable)
                     break
         values.update(overrides)
-        config = cls(**values, given=frozenset(values))
+        config = cls(**values, given=frozenset(values), borrowed=tuple(borrowed))
         notices = []
         if borrowed:
             notices.append(f"read {', '.join(borrowed)}; pyhvd's own names are PYHVD_<same suffix>")
-        ignored = [p + s for s in _WITHOUT_EFFECT for p in _PREFIXES if p + s in env]
+        ignored = [p + s for s in WITHOUT_EFFECT for p in _PREFIXES if p + s in env]
         if ignored:
             notices.append(f"this version of pyhvd does not act on {', '.join(ignored)}")
         if config.autotune_log and not config.autotune:
-            notices.append("PYHVD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1")
+            notices.append(config.users_words("PYHVD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1"))
         return config, notices
 
     @classmethod
@@ -337,22 +428,54 @@ class Config:
 SHARED = tuple(knob.name for knob in Config.knobs() if knob.metadata["shared"])
 """Knobs that must be the same on every rank; rank 0's values count."""
 
-_WITHOUT_EFFECT = (
-    "ADASUM_MPI_CHUNK_SIZE",
-    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-    "CONTROLLER",
-    "CPU_OPERATIONS",
-    "GLOO_TIMEOUT_SECONDS",
-    "HIERARCHICAL_ALLGATHER",
-    "HIERARCHICAL_ALLREDUCE",
-    "NUM_NCCL_STREAMS",
-    "THREAD_AFFINITY",
-    "TORUS_ALLREDUCE",
-)
+WITHOUT_EFFECT: dict[str, ConfigEntry | None] = {
+    "ADASUM_MPI_CHUNK_SIZE": None,
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ConfigEntry("autotune.bayes_opt_max_samples", "N"),
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ConfigEntry("autotune.gaussian_process_noise", "X"),
+    "BATCH_D2D_MEMCOPIES": None,
+    "CCL_BGT_AFFINITY": None,
+    "CCL_CACHE": None,
+    "CONTROLLER": ConfigEntry("controller", "NAME"),
+    "CPU_OPERATIONS": None,
+    "DISABLE_NVTX_RANGES": None,
+    "ENABLE_ASYNC_COMPLETION": None,
+    "ENABLE_XLA_OPS": None,
+    "GLOO_IFACE": None,
+    "GLOO_TIMEOUT_SECONDS": ConfigEntry("library_options.gloo_timeout_seconds", "S"),
+    "HIERARCHICAL_ALLGATHER": ConfigEntry("params.hierarchical_allgather"),
+    "HIERARCHICAL_ALLREDUCE": ConfigEntry("params.hierarchical_allreduce"),
+    "NUM_NCCL_STREAMS": ConfigEntry("library_options.num_nccl_streams", "N"),
+    "THREAD_AFFINITY": ConfigEntry("library_options.thread_affinity", "CORES"),
+    "TORUS_ALLREDUCE": ConfigEntry("params.torus_allreduce"),
+}
+"""Suffixes of variables that Horovod reads and pyhvd does not, with their entries."""
+
+
+_OF_LAUNCHERS = ("ELASTIC_TIMEOUT", "START_TIMEOUT", "SPARK_START_TIMEOUT", "SPARK_USE_LOCAL_RANK_GPU_INDEX")
+
+
+def read_timeout(suffix: str, default: float, env: Mapping[str, str] | None = None) -> float:
+    """Return a time of launchers (s) by the suffix of its variable; the default if the variable is not set.
+
+    Raises
+    ------
+    ConfigError
+        The value is no number above 0.
+    """
+    env = os.environ if env is None else env
+    variable = next((prefix + suffix for prefix in _PREFIXES if prefix + suffix in env), None)
+    if variable is None:
+        return default
+    try:
+        value = _duration(env[variable])
+    except ValueError:
+        value = 0.0
+    if not value:
+        raise ConfigError(f"{variable}={env[variable]!r}: expected a number of seconds above 0")
+    return value
 
 
 def known_variables() -> set[str]:
     """Return the variables that pyhvd reads or knows from Horovod, under both prefixes."""
-    suffixes = {suffix_of(knob) for knob in Config.knobs()} | set(_WITHOUT_EFFECT)
+    suffixes = {*map(suffix_of, Config.knobs()), *WITHOUT_EFFECT, *_OF_LAUNCHERS}
     return {prefix + suffix for prefix in _PREFIXES for suffix in suffixes}

@@ -1,22 +1,28 @@
-"""The two state machines of the negotiation: :class:`Coordinator` (rank 0) and :class:`Worker` (every rank).
+"""The machines of the negotiation: :class:`Coordinator` on rank 0, :class:`Worker` and :class:`Node` on all.
 
 Pure: they take and return messages, without I/O, clock or threads, so that tests can play any interleaving.
 One coordinator serves all process sets. Its order binds every rank, and with one total order overlapping
-process sets cannot wait for each other in a circle.
+process sets cannot wait for each other in a circle. A rank that has joined counts as ready in all its sets.
 
 A worker packs new submissions into one message. The coordinator answers with one response list as soon as a
 tensor is ready on every rank of its set. No message passes while there is nothing new.
+
+A node is one rank's place in the tree of messages. :mod:`pyhvd.engine.runtime` drives it with threads, and
+:mod:`pyhvd.simulation.ranks` with virtual time.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from pyhvd.errors import InternalError
 from pyhvd.negotiation.delegation import ReadyTable
+from pyhvd.negotiation.leader import Leader
 from pyhvd.negotiation.message_table import MessageTable, Senders, StragglerStats
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
@@ -25,21 +31,41 @@ from pyhvd.negotiation.messages import (
     ErrorInfo,
     ErrorKind,
     MergedList,
+    OutOfBand,
+    RelayedList,
     Request,
     RequestList,
     RequestType,
     Response,
     ResponseList,
+    StackReport,
+    StackRequest,
+    StillInRound,
     StillWaiting,
     TimelineOrder,
     Tuning,
-    bits_of,
     bits_to_bytes,
     bytes_to_bits,
+    decode_merged,
+    decode_out_of_band,
+    decode_relayed,
+    decode_requests,
+    decode_responses,
+    encode,
+    encode_out_of_band,
+    is_out_of_band,
     iter_bits,
+    pack_ranks,
     unpack_ranks,
 )
 from pyhvd.negotiation.response_cache import WorkerCache
+
+if TYPE_CHECKING:
+    from pyhvd.transport.control import Sending
+    from pyhvd.transport.tree import Tree
+
+LAST_LIST_SECONDS = 0.2
+"""Time limit (s) for the delivery of the last list, whose receiver may be dead or stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +140,16 @@ class Coordinator:
         self._tuning: Tuning | None = None
         self._timeline: TimelineOrder | None = None
         self._removed: set[int] = set()  # by the list that is being built: their ids are not free yet
+        self._last_joined = -1  # the rank, when all ranks have joined and the next list tells them
         self._sets: dict[int, MessageTable] = {}
         for set_id, ranks in enumerate([_everyone(size), *sets]):
             self._add_set(set_id, ranks, 0)
 
-    def _add_set(self, set_id: int, ranks: tuple[int, ...], version: int) -> None:
-        self._sets[set_id] = MessageTable(
+    def _add_set(self, set_id: int, ranks: tuple[int, ...], version: int) -> MessageTable:
+        table = self._sets[set_id] = MessageTable(
             set_id, ranks, self._capacity, version, self._ready_table, self.stragglers
         )
+        return table
 
     def receive(self, message: MergedList, now: float = 0.0) -> None:
         """Take a message of one or several ranks; ``now`` (s, of any clock) is for the time tensors wait."""
@@ -137,18 +165,43 @@ class Coordinator:
             if table := self._table(set_id, message.seen):
                 table.submit_hits(senders, bytes_to_bits(data), message.seen, following, now)
         for index, (set_id, request) in enumerate(message.requests):
-            if table := self._table(set_id, message.seen):
+            if request.type == RequestType.JOIN:
+                # A refused join does not count; the rank can call it again.
+                if not request.error:
+                    self._join(senders, following, now)
+            elif table := self._table(set_id, message.seen):
                 if message.sites:
                     table.sites.note(request.name, senders.ranks, message.sites[index])
                 table.submit(senders, request, following, now)
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
 
+    def _join(self, senders: Senders, following: int, now: float) -> None:
+        """Count ranks as ready in each of their sets, until all ranks have joined."""
+        for table in self._sets.values():
+            if ranks := senders.ranks & table.members:
+                table.join(ranks, following, now)
+        if not self._sets[GLOBAL_SET].live:
+            self._last_joined = senders.last
+            for table in self._sets.values():
+                table.end_join()
+
     def recall(self, message: StillWaiting) -> None:
         """Let the ranks submit by message the cached tensors for which a rank has long waited."""
         for set_id, data in message.slots.items():
             if set_id in self._sets:
                 self._sets[set_id].recall(bytes_to_bits(data))
+
+    def recall_all(self) -> None:
+        """Let the ranks submit by message all cached tensors that they submit or have submitted."""
+        for table in self._sets.values():
+            table.recall()
+
+    def withdraw(self, process_set: int, prefix: str, error: ErrorInfo) -> None:
+        """Give the tensors whose names begin so back to the ranks that have submitted them, with an error."""
+        if table := self._sets.get(process_set):
+            table.withdraw(prefix, error)
+            self._changed = True
 
     def tune(self, tuning: Tuning) -> None:
         """Send these knobs to every rank with the next response list; they hold from that list on."""
@@ -190,6 +243,9 @@ class Coordinator:
                 cached[set_id] = bits_to_bytes(bits)
             for response in table.take_responses():
                 responses.extend(self._with_sets(response))
+        if self._last_joined >= 0:  # behind all calls that ranks take part in while they have joined
+            responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), value=self._last_joined))
+            self._last_joined = -1
         if not (cached or responses or self._stop or self._tuning or self._timeline):
             self._changed = False
             return None
@@ -238,7 +294,7 @@ class Coordinator:
         if not everyone.joined:
             return []
         since = max(each.last_submission for each in self._sets.values())
-        return [Stalled(GLOBAL_SET, JOIN_NAME, since, bits_of(everyone.joined), everyone.live)]
+        return [Stalled(GLOBAL_SET, JOIN_NAME, since, everyone.joined, everyone.live)]
 
     def _table(self, set_id: int, seen: int) -> MessageTable | None:
         """Return a set's table; None if the rank means a removed set, whose id may be in use again."""
@@ -252,7 +308,8 @@ class Coordinator:
             return [response]
         if request.type == RequestType.ADD_PROCESS_SET:
             set_id = next(i for i in itertools.count(1) if i not in self._sets and i not in self._removed)
-            self._add_set(set_id, request.ranks, self._sequence + 1)
+            added = self._add_set(set_id, request.ranks, self._sequence + 1)
+            added.live &= self._sets[GLOBAL_SET].live  # a rank may have submitted the addition, then joined
             return [Response(request, GLOBAL_SET, value=set_id)]
         if request.type == RequestType.REMOVE_PROCESS_SET:
             removed = self._sets.pop(request.ranks[0], None)
@@ -375,3 +432,196 @@ class Worker:
             self._removed.append(removed)
             for key in [k for k in self._in_flight if k[0] == removed]:
                 del self._in_flight[key]
+
+
+class RequestHooks(Protocol):
+    """See :class:`pyhvd.observe.hooks.Instruments`."""
+
+    @property
+    def active(self) -> Sequence[object]:
+        """The instruments, which may change at any time."""
+
+    @property
+    def requested(self) -> Callable[[int, list[tuple[int, Request]]], object]:
+        """Notifies the instruments that requests of a rank arrived."""
+
+
+class Node:
+    """One rank in the tree of messages: send requests up, pass response lists down, keep the lists' order.
+
+    Only one thread uses it. Times (s) are of any clock.
+
+    A rank runs a list only after this list and all earlier lists have left for all ranks below it. The
+    reason: MPI does not progress a queued send while its sender waits outside MPI, as in shared memory. The
+    rank would wait for its peers in shared memory, and they for their list, or for ranks that wait for an
+    earlier list. The wait is finite because no rank waits for later lists: the others can run all earlier
+    lists, and then receive this one and pass it on.
+
+    Parameters
+    ----------
+    tree : Tree
+        The rank's place.
+    worker : Worker
+        The rank's worker.
+    coordinator : Coordinator or None
+        On rank 0.
+    send : callable
+        ``send(rank, payload)`` starts sending a message; messages to one rank arrive in order.
+    announce : callable
+        ``announce(number, ranks)`` gives a list for these ranks its place in the ready log; False if full.
+    take_aside : callable
+        ``take_aside(source, message, now)`` takes an out-of-band message about rounds or stacks.
+    hooks : RequestHooks, optional
+        Notified of the requests that the coordinator is about to receive.
+
+    Attributes
+    ----------
+    leader : Leader or None
+        Merges the requests of the ranks below, on a leader other than rank 0.
+    held : ResponseList or None
+        The coordinator's next list, for which the ready log had no room.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        worker: Worker,
+        coordinator: Coordinator | None,
+        send: Callable[[int, bytes], Sending],
+        announce: Callable[[int, int], bool],
+        take_aside: Callable[[int, StackRequest | StackReport | StillInRound, float], object],
+        hooks: RequestHooks | None = None,
+    ) -> None:
+        self.tree = tree
+        self.worker = worker
+        self.coordinator = coordinator
+        self.leader = Leader(tree.branch, worker.sets) if tree.merges else None
+        self.held: ResponseList | None = None
+        self._send = send
+        self._announce = announce
+        self._take_aside = take_aside
+        self._hooks = hooks
+        self._lists: deque[tuple[ResponseList, list[Sending], float]] = deque()
+        self._under_way: list[Sending] = []  # known sends, including those of lists for other ranks only
+
+    def take(self, source: int, payload: bytes | bytearray, now: float) -> None:
+        """Take a message of another rank."""
+        if is_out_of_band(payload):
+            self._take_out_of_band(source, decode_out_of_band(payload), now)
+        elif source == self.tree.parent:
+            self._take_list(payload, now)
+        elif source in self.tree.leaders:
+            self._receive(source, decode_merged(payload), now)
+        else:
+            self._receive(source, MergedList.of(source, decode_requests(payload)), now)
+
+    # -- requests, and what is told to rank 0
+
+    def submit(self, message: RequestList, now: float) -> None:
+        """Send this rank's own message towards the coordinator."""
+        if self.leader is None and self.coordinator is None:
+            self._send(self.tree.parent, encode(message))
+        else:
+            self._receive(self.tree.rank, MergedList.of(self.tree.rank, message), now)
+
+    def stop(self, cause: ErrorInfo, now: float) -> None:
+        """Ask the coordinator to end the job."""
+        self.submit(self.worker.compose([], cause), now)
+
+    def flush(self, now: float) -> bool:
+        """Send what the leader has merged, if that is due; return whether it was."""
+        if self.leader is None or self.leader.due is None or now < self.leader.due:
+            return False
+        self._send(self.tree.parent, encode(self.leader.flush()))
+        return True
+
+    def tell_rank_0(self, message: StillWaiting | StillInRound, now: float) -> None:
+        """Send rank 0 an out-of-band message, or take it on rank 0."""
+        if self.coordinator is not None:
+            self._take_out_of_band(self.tree.rank, message, now)
+        else:
+            self._send(0, encode_out_of_band(message))
+
+    def _receive(self, source: int, message: MergedList, now: float) -> None:
+        """Take a message from below, or this rank's own: merge it, or give it to the coordinator."""
+        if self.leader is not None:
+            self.leader.take(source, message.parts, now)
+        elif self.coordinator is not None:
+            if self._hooks is not None and self._hooks.active:
+                for part in message.parts:
+                    requests = self.coordinator.requests_of(part.message)
+                    for rank in iter_bits(unpack_ranks(part.ranks)):
+                        self._hooks.requested(rank, requests)
+            self.coordinator.receive(message, now)
+
+    def _take_out_of_band(self, source: int, message: OutOfBand, now: float) -> None:
+        if not isinstance(message, StillWaiting):
+            self._take_aside(source, message, now)
+        elif self.coordinator is not None:
+            self.coordinator.recall(message)
+
+    # -- response lists
+
+    def respond(self, now: float) -> bool:
+        """Send the coordinator's next list to the ranks that it concerns; return whether one has left."""
+        if self.coordinator is None:
+            return False
+        responses = self.held = self.held or self.coordinator.respond()
+        if responses is None:
+            return False
+        audience = self.coordinator.audience(responses)
+        if not self._announce(responses.seq, audience):
+            return False
+        self.held = None
+        self._pass_on(encode(responses), audience)
+        if audience & 1:
+            self._append(responses, now)
+        return True
+
+    def first(self, now: float) -> ResponseList | None:
+        """Return the next list if this rank may run it now."""
+        if not self._lists:
+            return None
+        responses, sendings, until = self._lists[0]
+        if all(sending.gone() for sending in sendings):
+            return responses
+        return responses if responses.stop is not None and now >= until else None
+
+    def pop(self) -> ResponseList:
+        """Remove and return the first list."""
+        return self._lists.popleft()[0]
+
+    def has_ended(self) -> bool:
+        """Return whether the last list has arrived."""
+        return bool(self._lists) and self._lists[-1][0].stop is not None
+
+    def due(self, now: float) -> float | None:
+        """Return when to :meth:`flush`, or to look at the first list, without a message; None for never."""
+        due = None if self.leader is None else self.leader.due
+        if self._lists and self._lists[0][0].stop is not None and self.first(now) is None:
+            return self._lists[0][2] if due is None else min(due, self._lists[0][2])
+        return due
+
+    def _take_list(self, payload: bytes | bytearray, now: float) -> None:
+        """Append a list that has arrived from above, and pass it on."""
+        if not self.tree.children:
+            self._append(decode_responses(payload), now)
+            return
+        relayed = decode_relayed(payload)
+        audience = unpack_ranks(relayed.ranks)
+        self._pass_on(relayed.payload, audience)
+        if audience >> self.tree.rank & 1:
+            self._append(decode_responses(relayed.payload), now)
+
+    def _pass_on(self, payload: bytes, audience: int) -> None:
+        self._under_way = [sending for sending in self._under_way if not sending.gone()]
+        for child, below in self.tree.children.items():
+            ranks = below & audience
+            if ranks and child in self.tree.leaders:
+                relayed = RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), payload)
+                self._under_way.append(self._send(child, encode(relayed)))
+            elif ranks:
+                self._under_way.append(self._send(child, payload))
+
+    def _append(self, responses: ResponseList, now: float) -> None:
+        self._lists.append((responses, list(self._under_way), now + LAST_LIST_SECONDS))

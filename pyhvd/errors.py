@@ -38,7 +38,7 @@ class HorovodInternalError(RuntimeError):
 
 
 class NotInitializedError(ValueError, HorovodInternalError):
-    """pyhvd was used before ``init()``, after ``shutdown()``, or in a forked child."""
+    """pyhvd was used before ``init()``, after ``shutdown()``, or in a child of a rank."""
 
 
 class UnsupportedDtypeError(ValueError):
@@ -194,6 +194,13 @@ class StallError(HorovodInternalError):
         super().__init__(message)
         self.missing = dict(missing or {})
         self.stacks = dict(stacks or {})
+
+
+class WithdrawnError(HorovodInternalError):
+    """The ranks that have submitted this tensor have it back as it was, and submit it again later.
+
+    It ends only what pyhvd itself submits, and reaches no program.
+    """
 
 
 class TransportError(HorovodInternalError):

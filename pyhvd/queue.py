@@ -6,7 +6,7 @@ submits; only the runtime's thread takes. Knows nothing of MPI or of arrays' con
 Invariants, under ``_lock``:
 
 1. A name in ``entries`` is in flight.
-2. While join() is in ``entries``, this rank has joined, and no tensor of the global set is let in. Earlier
+2. While join() is in ``entries``, this rank has joined, and no tensor of any process set is let in. Earlier
    tensors are sent before the join. The join's entry is removed before join() returns to its caller.
 3. The runtime sets ``_asleep`` under the lock, unless a flush is due. A submitter that finds ``_asleep`` set
    clears it, and wakes the runtime after releasing the lock. So no wake-up is lost, and none is sent twice.
@@ -119,7 +119,7 @@ class TensorQueue:
         with self._lock:
             if self._closed is not None:
                 raise copy_error(self._closed)
-            self._check_joined(entries[0].process_set, entries[0].request)
+            self._check_joined(entries[0].request)
             keys: list[Key] = []
             fresh: list[tuple[int, Request]] = []
             for entry in entries:
@@ -158,10 +158,10 @@ class TensorQueue:
         for entry in entries if error is not None else ():
             entry.done(None, error)
 
-    def check_joined(self, process_set: int, request: Request) -> None:
-        """Raise HorovodInternalError if this rank has joined and the request is of the global set."""
+    def check_joined(self, request: Request) -> None:
+        """Raise HorovodInternalError if this rank has joined."""
         with self._lock:
-            self._check_joined(process_set, request)
+            self._check_joined(request)
 
     def refusal_sent(self, process_set: int, name: str) -> None:
         """Forget a refusal that has been sent."""
@@ -171,10 +171,10 @@ class TensorQueue:
     def announce(self, process_set: int, refusal: Request) -> None:
         """Announce that this rank refused a call, so that the other ranks do not wait for this rank.
 
-        Announce nothing in the global set while this rank has joined: the others do not wait for it then.
+        Announce nothing while this rank has joined: the others do not wait for it then.
         """
         with self._lock:
-            if self._closed is not None or self._has_joined(process_set):
+            if self._closed is not None or _JOIN in self.entries:
                 return
             self._flush = True
             key = (process_set, refusal.name)
@@ -282,11 +282,8 @@ class TensorQueue:
             self._flush = False
             return entries
 
-    def _has_joined(self, process_set: int) -> bool:
-        return process_set == GLOBAL_SET and _JOIN in self.entries
-
-    def _check_joined(self, process_set: int, request: Request) -> None:
-        if self._has_joined(process_set):
+    def _check_joined(self, request: Request) -> None:
+        if _JOIN in self.entries:
             what = f"{verb(RequestType(request.type))} {request.group or request.name!r}"
             raise HorovodInternalError(
                 f"{what}: this rank has joined, and can submit nothing until join() has returned"

@@ -72,7 +72,7 @@ def docstring_of(path: Path) -> str:
 def read_layers() -> list[tuple[bool, list[Box]]]:
     """Return the layers from top to bottom: whether the members may import each other, and the members."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (contract,) = (each for each in contracts if each["type"] == "layers")
+    (contract,) = (each for each in contracts if each["type"] == "layers" and "containers" not in each)
     return [
         (":" in layer, [box_of(module.strip()) for module in re.split("[|:]", layer)])
         for layer in contract["layers"]

@@ -33,7 +33,8 @@ class Part:
 
     ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one. ``arguments``
     are for pytest, ``workers`` is the number of tests at a time. ``stamp`` is a file in the venv that tells
-    what was installed.
+    what was installed. A ``thinned`` part never runs all combinations, because another part or ``make
+    test-stress`` does.
     """
 
     venv: str
@@ -43,13 +44,13 @@ class Part:
     arguments: tuple[str, ...] = ()
     workers: int = 1
     stamp: str = ""
+    thinned: bool = False
 
 
 ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py", "tests/test_thinning.py")
 SPARK_MAIN_PATH = (
     "tests/spark/test_run.py",
     "tests/spark/test_data.py",
-    "tests/spark/test_data_files.py",
     "tests/spark/test_estimator.py",
 )
 TORCH_UNDER_MPIEXEC = (
@@ -67,13 +68,13 @@ PARTS = {
     ),
     "mpi-openmpi": Part(
         ".venv-openmpi",
-        ("tests/mpi", "tests/unit/run/test_many_hosts.py"),
+        ("tests/mpi", "tests/unit/run/launchers/test_many_hosts.py"),
         other=".venv",
         arguments=("--second-mpi",),
         workers=2,
     ),
-    "hosts-mpich": Part(".venv", ("tests/hosts",)),
-    "hosts-openmpi": Part(".venv-openmpi", ("tests/hosts",), arguments=("-m", "not any_mpi")),
+    "hosts-mpich": Part(".venv", ("tests/hosts",), thinned=True),
+    "hosts-openmpi": Part(".venv-openmpi", ("tests/hosts",), arguments=("-m", "not any_mpi"), thinned=True),
     "elastic": Part(".venv", ("tests/elastic",), workers=2),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",)),
@@ -89,9 +90,9 @@ PARTS = {
     ),
     "frameworks": Part(".venv-frameworks", ("tests/frameworks",)),
     "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=2),
-    "spark35": Part(".venv-spark35", SPARK_MAIN_PATH),
+    "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=("-m", "not any_spark")),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
-    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=2),
+    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=2, thinned=True),
     "py314t": Part(
         ".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine", workers=2
     ),
@@ -190,6 +191,13 @@ def count(report: Path, outcome: Outcome) -> None:
                 )
 
 
+def scope_of(name: str, *, full: bool, rest: bool) -> list[str]:
+    """Return pytest's option for the combinations of parameters that a part runs."""
+    if rest and name in PLAIN:
+        return ["--rest"]
+    return ["--full"] if (full or rest) and not PARTS[name].thinned else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,8 +217,7 @@ def main() -> int:
     extra = options.pytest_args.split()
     outcomes = []
     for name in chosen:
-        thinned = options.rest and name in PLAIN
-        scope = ["--rest"] if thinned else ["--full"] if options.full or options.rest else []
+        scope = scope_of(name, full=options.full, rest=options.rest)
         outcomes.append(run_part(name, [*scope, *extra], options.limit))
     for one in outcomes:
         for text in one.texts:

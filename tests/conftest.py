@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rest", action="store_true", help="run what --full adds to a run without it, and all of Hypothesis"
     )
     parser.addoption(
-        "--long", action="store_true", help="run tests at the sizes of `make test-hosts-ends`, for minutes"
+        "--long", action="store_true", help="run tests at the sizes of `make test-stress`, for minutes"
     )
     parser.addoption(
         "--second-mpi", action="store_true", help="leave out the tests marked any_mpi, unless --full is given"
@@ -40,22 +40,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     thinning.full = config.getoption("--full") or config.getoption("--rest")
+    thinning.long = config.getoption("--long")
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("full" if thinning.full else "quick")
     config.addinivalue_line("markers", "slow: takes long and finds little; runs with --full alone")
     config.addinivalue_line(
-        "markers", "any_mpi: does the same under every MPI; `make test` runs it under MPICH alone"
+        "markers", "any_mpi: does the same under every MPI; without --full it runs under MPICH alone"
     )
+    config.addinivalue_line(
+        "markers", "any_spark: does the same under every Spark; the part spark35 leaves it out"
+    )
+
+
+def _has(item: pytest.Item, name: str) -> bool:
+    return item.get_closest_marker(name) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    left_out = {"slow", "any_mpi"} if config.getoption("--second-mpi") else {"slow"}
-    marked = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
-    kept = thinning.each_value_once([item for item in items if item not in marked])
+    asked = [item for item in items if not (config.getoption("--second-mpi") and _has(item, "any_mpi"))]
+    kept = thinning.each_value_once([item for item in asked if not _has(item, "slow")])
     if config.getoption("--rest"):
-        kept = {item for item in items if item not in kept or thinning.is_search(item)}
+        kept = {item for item in asked if item not in kept or thinning.is_search(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pyhvd as hvd
 from pyhvd.elastic import session
-from pyhvd.job.generation_env import Generation
-from pyhvd.job.vault import DESCRIPTORS, Vault
+from pyhvd.job.commits.vault import DESCRIPTORS, Vault
+from pyhvd.job.rank.generation_env import RankGeneration
 from pyhvd.testing import run_ranks
 
 
@@ -40,7 +40,7 @@ class Hosts:
         def play() -> Any:
             vault = self.vaults[hosts[hvd.rank()]]
             numbers = dict(zip(DESCRIPTORS, map(str, vault.descriptors), strict=True))
-            with session.playing(session.Session(environ | numbers)):
+            with session.playing(session.RankSession(environ | numbers)):
                 return function(*args)
 
         return run_ranks(len(hosts), play, hosts=nodes, **{"timeout": 60, **options})
@@ -54,4 +54,4 @@ class Hosts:
         held = {host: seal.number for host, vault in self.vaults.items() if (seal := vault.newest())}
         commit = max(held.values(), default=0)
         source = next((rank for rank, host in enumerate(hosts) if commit and held.get(host) == commit), 0)
-        return Generation(self._generation, commit, source).variables()
+        return RankGeneration(self._generation, commit, source).variables()

@@ -1,22 +1,27 @@
-"""The driver's service and the tasks in one process: ranks are real, Spark is threads."""
+"""The driver and the tasks in one process: ranks are real, Spark is threads."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-from pyhvd.job.driver import DriverService, JobSpec, epoch
-from pyhvd.job.machine import JobMachine
+from pyhvd.job.driver.console import Console
+from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.messages import Member, encode
-from pyhvd.job.pickles import dump_functions, load
+from pyhvd.job.mpi.rendezvous import PmiRendezvous
+from pyhvd.job.rank.pickles import dump_functions, load
+from pyhvd.job.spec import JobSpec
 from pyhvd.spark.errors import SparkError
+from pyhvd.spark.job import TaskSource, TaskTexts, serve_tasks
 from pyhvd.spark.task_body import run_task
 from pyhvd.transport.tcp.connection import Connection, Secret, connect
 
 PATIENCE_S = 60.0
+_log = logging.getLogger("pyhvd")
 Show = Callable[[int, int, bytes], None]
 Result = tuple[int, bytes] | None
 
@@ -95,7 +100,7 @@ class EagerDisplay:
 
 
 class Bench:
-    """A driver's service, its secret and its display."""
+    """A driver, its secret and its display."""
 
     def __init__(
         self,
@@ -111,12 +116,11 @@ class Bench:
         self.secret = secret or Secret()
         call = dump_functions((function, (), {}))
         self.display = display or cast(Any, EagerDisplay(show))
-        job = JobSpec(size, call, **spec)
-        machine = JobMachine(size, agents or size, job.start_timeout, epoch())
-        self.service = DriverService(
-            job, self.secret, ["127.0.0.1"], self.display, rendezvous, machine=machine
-        )
-        self.addresses = [("127.0.0.1", self.service.ports[0])]
+        job = JobSpec(call, **spec)
+        source = TaskSource(size, self.secret, ["127.0.0.1"], rendezvous or PmiRendezvous(), agents)
+        texts, console = TaskTexts(size, job.start_timeout), Console(_warn, _warn)
+        self.driver = GenerationDriver(job, source, texts, self.display, console)
+        self.addresses = [("127.0.0.1", self.driver.connections.ports[0])]
 
     def task(self, index: int, attempt: int = 0) -> Callable[[], Result]:
         return lambda: run_task(self.addresses, self.secret, index, attempt)
@@ -124,10 +128,10 @@ class Bench:
     def run(self, *tasks: Callable[[], Any]) -> list[Any]:
         job = Threads(list(tasks))
         try:
-            return [load(bytearray(result)) for result in self.service.run(job)]
+            return [load(bytearray(result)) for result in serve_tasks(self.driver, cast(Any, job))]
         finally:
-            self.service.stop("the test is over", 10)
-            self.service.close()
+            self.driver.stop("the test is over", 10)
+            self.driver.close()
             self.display.close()
             job.close()
 
@@ -136,6 +140,10 @@ class Bench:
         connection = connect(self.addresses, self.secret.reveal(), PATIENCE_S)
         connection.send(encode(Member(index, attempt, host, host)))
         return connection
+
+
+def _warn(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def drop(rank: int, stream: int, data: bytes) -> None:

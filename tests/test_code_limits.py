@@ -39,6 +39,20 @@ def _long_functions(path: Path) -> Iterator[str]:
                 yield f"{node.name}, line {node.lineno}: {length} lines"
 
 
+# Users import both from where they are: docs/glossary.md tells them apart.
+DOUBLED = {"Compression", "ElasticSampler", "StartTimeoutError"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    named: dict[str, set[str]] = {}
+    for path in PYTHON:
+        if path.is_relative_to(ROOT / "pyhvd"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    named.setdefault(node.name.lstrip("_"), set()).add(_name(path))
+    assert {name for name, paths in named.items() if len(paths) > 1} == DOUBLED
+
+
 # A comment, a string or a character.
 C_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 CYTHON_FUNCTION = re.compile(r"( *)(?:def|cpdef|cdef (?!class|extern|struct|enum))[^=]*\(")
@@ -110,9 +124,20 @@ def test_c_file_names_its_contract(path: Path) -> None:
     first = path.read_text().split("*/")[0]
     assert first.startswith("/*")
     if path.suffix == ".c":
-        header = re.search(r"(\w+\.h) states", first)
+        header = re.search(r"([\w/]+\.h) states", first)
         assert header is not None
-        assert any(path.parent.glob(header.group(1)))
+        assert any((folder / header.group(1)).exists() for folder in (path.parent, ROOT.joinpath(*NATIVE)))
+
+
+FLOORS = ("common", "kernels", "links", "exchange", "window", "agreement", "fast_path")
+"""The folders of native/src: a file includes files of its own folder, and of those before it."""
+
+
+@pytest.mark.parametrize("path", [path for path in C if path.parts[-5:-2] == NATIVE], ids=_name)
+def test_c_includes_run_downwards(path: Path) -> None:
+    floor = FLOORS.index(path.parent.name)
+    included = re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
+    assert [folder for folder in included if FLOORS.index(folder) > floor] == []
 
 
 @pytest.mark.parametrize("path", [path for path in PYTHON if path.read_text().strip()], ids=_name)

@@ -67,4 +67,5 @@ def test_the_rest_is_what_was_left_out_and_the_searches(tmp_path: Path) -> None:
     plain, rest = collected("--second-mpi"), collected("--second-mpi", "--rest")
     assert len(plain) == 3 + 1
     assert plain & rest == {"test_search"}
-    assert len(plain | rest) == 6 + 3
+    assert plain | rest == collected("--full") - {"test_any_mpi"}
+    assert len(plain | rest) == 6 + 2

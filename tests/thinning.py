@@ -13,13 +13,17 @@ import pytest
 
 # Whether searches of Hypothesis run in full: pytest --full, as in `make test-all`, or --rest.
 full = False
+# Whether the longest of them do: pytest --long, as in `make test-stress`.
+long = False
 RANK_COUNTS = ("nranks", "size")
 
 Value = tuple[tuple[str, Hashable], ...]
 
 
-def examples(number: int) -> int:
-    """Return how many of the examples of a long search of Hypothesis run."""
+def examples(number: int, *, longest: bool = False) -> int:
+    """Return how many of the examples of a long search of Hypothesis run; few of the longest ones."""
+    if longest and not long:
+        return number // 5 if full else number // 20
     return number if full else number // 10
 
 

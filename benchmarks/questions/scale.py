@@ -17,7 +17,7 @@ from benchmarks.harness import OURS, PEER, Figures, Outcome
 from benchmarks.question import Options, Question, main
 from benchmarks.report import Target
 from benchmarks.tensors import resnet50
-from pyhvd.testing.simulation import (
+from pyhvd.simulation import (
     AddSet,
     Hang,
     HostLost,
@@ -31,7 +31,7 @@ from pyhvd.testing.simulation import (
     simulate,
     training,
 )
-from pyhvd.testing.simulation.program import Action, Program
+from pyhvd.simulation.program import Action, Program
 
 PER_HOST = 8
 TENSORS = [Tensor(f"gradient.{i}", 4 * count) for i, count in enumerate(resnet50())]

@@ -164,10 +164,12 @@ class Call:
         )
         handle = QueuedHandle(self.name, len(entries), runtime.flush, result, runtime.meter)
         if not entries:
-            runtime.check_joined(self.set_id, self._request(self.name))
+            runtime.queue.check_joined(self._request(self.name))
             # This rank waits for no other. A rank whose list is not empty would wait for this one, so it gets
             # an error.
-            runtime.announce(self.set_id, self._request(self.name, error="its list of tensors is empty"))
+            runtime.queue.announce(
+                self.set_id, self._request(self.name, error="its list of tensors is empty")
+            )
             return handle
         site = calling_site()
         for index, entry in enumerate(entries):
@@ -193,7 +195,7 @@ class Call:
             return
         runtime, trace = self.context.runtime, describe_traceback(exc)
         runtime.meter.failed("refused")
-        runtime.announce(
+        runtime.queue.announce(
             self.set_id, self._request(self.name, error=describe_exception(exc), traceback=trace)
         )
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
@@ -294,6 +296,8 @@ def check_rows(shape: tuple[int, ...], size: int) -> list[int]:
 def check_splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
     """Return an alltoall's number of rows for each rank; raise ValueError for invalid splits."""
     shares = check_rows(shape, size)
+    if isinstance(splits, np.ma.MaskedArray):
+        raise TypeError("splits must not be a masked array, whose mask would be lost: pass splits.filled(0)")
     given = None if splits is None else np.asarray(splits)
     if given is None or given.size == 0:
         if shape[0] % size:

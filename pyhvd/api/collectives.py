@@ -18,7 +18,6 @@ call raises :class:`~pyhvd.errors.RankFailedError` on the other ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from pyhvd.api.call import Call, OwnName, Reduction, adopt, check_rows, check_splits, refusing
@@ -30,7 +29,7 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine.context import current_holder, process_holder
 from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
-from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, UNNAMED, RequestType
+from pyhvd.negotiation.messages import JOIN_NAME, UNNAMED, RequestType
 from pyhvd.transport.arena import Arena
 
 Average = ReduceOp.AVERAGE
@@ -493,9 +492,10 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: the de
     """Announce that this rank has no more data; return when every rank has joined.
 
     Until then this rank contributes the identity element of the op (zero for a sum, no rows for allgather) to
-    the other ranks' collectives. Operations that need every rank's data fail on the other ranks: alltoall,
-    barrier, and a broadcast from a rank that has joined. Other threads of this rank get an error for calls in
-    the global process set. After a join, all ranks number their unnamed calls from the start.
+    the other ranks' collectives, in all process sets that have this rank. Operations that need every rank's
+    data fail on the other ranks: alltoall, barrier, and a broadcast from a rank that has joined. Other
+    threads of this rank get an error for every call. After a join, all ranks number their unnamed calls from
+    the start.
 
     Returns
     -------
@@ -504,7 +504,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: the de
     """
     with Call(RequestType.JOIN, OwnName(JOIN_NAME), global_process_set) as call:
         call.add(None, None)
-        handle = call.submit(before_end=partial(call.context.recount, GLOBAL_SET))
+        handle = call.submit(before_end=call.context.recount)
     last: int = handle.result()
     return last
 

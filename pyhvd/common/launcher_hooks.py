@@ -7,10 +7,11 @@ from collections.abc import Callable
 supervised = False
 """Whether a launcher watches this rank; if so, it reports the rank's failure and ends the job."""
 
-before_init: Callable[[], object] = bool
-"""Called when the program calls ``init()`` for the first time; :mod:`pyhvd.run.warm_program` replaces it.
+tell_mpi_init: Callable[[bool], object] = bool
+"""Called with True before pyhvd calls MPI_Init, which waits for the other ranks, and with False after it.
 
-There it returns in forked processes alone, which are the ranks.
+:mod:`pyhvd.job.rank.imports` replaces it. If the import of ``mpi4py.MPI`` calls MPI_Init, that module sees
+it.
 """
 
 tell_up: Callable[[bool], object] = bool

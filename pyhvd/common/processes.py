@@ -1,6 +1,7 @@
 """The place of a process, and the state of one that does not answer.
 
-Owns: :class:`Place`, which processes exchange as they start, and reading ``/proc``. Knows nothing of ranks.
+Owns: :class:`ProcessPlace`, which processes exchange as they start, and reading ``/proc``. It knows
+nothing of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from pyhvd.common.host_id import node_of
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class ProcessPlace(msgspec.Struct, frozen=True, array_like=True):
     """The host and the id of a process."""
 
     host: str
@@ -28,7 +29,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         return f"host {self.host} (pid {self.pid})"
 
 
-class State(enum.Enum):
+class ProcessState(enum.Enum):
     """The state of a process, as seen from another process; the value is its text."""
 
     STOPPED = "is stopped (by SIGSTOP or Ctrl-Z)"
@@ -42,30 +43,30 @@ class State(enum.Enum):
     @property
     def is_lost(self) -> bool:
         """Whether the process cannot continue by itself."""
-        return self in (State.STOPPED, State.TRACED, State.GONE)
+        return self in (ProcessState.STOPPED, ProcessState.TRACED, ProcessState.GONE)
 
 
-def here() -> Place:
+def here() -> ProcessPlace:
     """Return the place of this process."""
-    return Place(socket.gethostname(), os.getpid(), node_of("pid"))
+    return ProcessPlace(socket.gethostname(), os.getpid(), node_of("pid"))
 
 
-def state_of(place: Place, seen_from: Place) -> State:
+def state_of(place: ProcessPlace, seen_from: ProcessPlace) -> ProcessState:
     """Return the state of a process; UNKNOWN if it is on another host, or in another container.
 
     This takes up to 0.25 s for a process that can run.
     """
     if not place.node or place.node != seen_from.node:
-        return State.UNKNOWN
+        return ProcessState.UNKNOWN
     letters = _letters(place.pid)
     if not letters or letters <= {"Z", "X"}:
-        return State.GONE
+        return ProcessState.GONE
     if "R" in letters and not letters & {"T", "t"} and _computes(place.pid):
-        return State.RUNNING
+        return ProcessState.RUNNING
     for letter, state in _STATES.items():
         if letter in letters:
             return state
-    return State.SLEEPING
+    return ProcessState.SLEEPING
 
 
 def _computes(pid: int) -> bool:
@@ -92,7 +93,7 @@ _LOOKS = 5
 _BETWEEN_LOOKS = 0.05  # s
 _SHARE = 0.2  # of a core
 _LEAST_RUN = 1_000_000  # ns
-_STATES = {"T": State.STOPPED, "t": State.TRACED, "D": State.WAITING}
+_STATES = {"T": ProcessState.STOPPED, "t": ProcessState.TRACED, "D": ProcessState.WAITING}
 
 
 def _letters(pid: int) -> set[str]:

@@ -21,6 +21,8 @@ import msgspec
 
 from pyhvd.common.text import sendable
 
+THREAD_PREFIX = "pyhvd"
+"""How the names of pyhvd's own threads begin."""
 MAX_THREADS = 8
 MAX_FRAMES = 10
 MAX_TEXT = 160
@@ -46,6 +48,17 @@ def user_stacks(only: Collection[int] | None = None) -> list[ThreadStack]:
     idents = sorted((i for i in frames if only is None or i in only), key=lambda i: (i != main, i))
     stacks = (_stack(names.get(ident, f"thread {ident}"), frames[ident]) for ident in idents)
     return [stack for stack in stacks if stack is not None][:MAX_THREADS]
+
+
+def waits_inside(only: Collection[int] | None = None) -> bool:
+    """Return whether a thread of the user's program is inside a function of pyhvd; ``only`` as above."""
+    own = {thread.ident for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)}
+    frames = sys._current_frames()
+    return any(
+        _belongs(frame) == "pyhvd"
+        for ident, frame in frames.items()
+        if (ident not in own if only is None else ident in only)
+    )
 
 
 def shorten_path(path: str) -> str:

@@ -1,16 +1,17 @@
 """Make a view of any array, in host memory or on a device.
 
-Owns the choice of the library for an array, by the module of its type. So no library is imported before an
-array of its own is submitted. :mod:`pyhvd.arrays` handles host arrays.
+Owns the choice of the library for an array: that of whose array class it is an instance. No library is
+imported for that, as the program has imported that of its arrays. :mod:`pyhvd.arrays` handles host arrays.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
+import sys
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
-from pyhvd.arrays import TensorView, view
+from pyhvd.arrays import SCALARS, TensorView, view
 from pyhvd.devices.base import DeviceView
 
 View = TensorView | DeviceView
@@ -35,7 +36,16 @@ class HostAdopter(Protocol):
         """Return the view of an array, or of a contiguous copy; see :func:`adopt`."""
 
 
-# By the top-level module of an array's type. Arrays of other libraries are taken by a protocol.
+# The array classes of each library, by which the arrays of derived classes are found too.
+_CLASSES = {
+    "numpy": ("ndarray",),
+    "torch": ("Tensor",),
+    "cupy": ("ndarray",),
+    "jax": ("Array",),
+    "tensorflow": ("Tensor", "Variable", "IndexedSlices"),
+    "keras": ("Variable",),
+}
+# Arrays of other libraries are taken by a protocol.
 _HOST_MODULES = {
     "torch": "pyhvd.devices.torch_host_arrays",
     **dict.fromkeys(("jax", "jaxlib", "keras", "tensorflow"), "pyhvd.devices.framework_host_arrays"),
@@ -44,11 +54,35 @@ _MODULES = {"cupy": "pyhvd.devices.cupy_arrays", "torch": "pyhvd.devices.torch_a
 _ANY_OTHER = "pyhvd.devices.dlpack_arrays"
 _HOST_ONLY = frozenset(("builtins", "numpy", "ml_dtypes"))
 _libraries: dict[str, Adopter] = {}
+_names: WeakKeyDictionary[type, str] = WeakKeyDictionary()
 
 
-def register(root: str, library: Adopter) -> None:
-    """Register the library of all arrays whose types come from a top-level module."""
-    _libraries[root] = library
+def register(name: str, library: Adopter) -> None:
+    """Register the library of all arrays for which :func:`library_name` gives a name."""
+    _libraries[name] = library
+
+
+def library_name(tensor: Any) -> str:
+    """Return the top-level module of the library of whose arrays an object is one.
+
+    For objects that are no arrays of a known library, it is the module of their own class.
+    """
+    name = _names.get(type(tensor))
+    if name is None:
+        name = _names[type(tensor)] = _find_name(tensor)
+    return name
+
+
+def _find_name(tensor: Any) -> str:
+    kind = type(tensor)
+    if isinstance(tensor, SCALARS):
+        return "numpy"
+    if tensor.__class__ is kind:  # a proxy's library would depend on the object for which it stands
+        for name, classes in _CLASSES.items():
+            known = [getattr(sys.modules.get(name), each, None) for each in classes]
+            if isinstance(tensor, tuple(each for each in known if isinstance(each, type))):
+                return name
+    return kind.__module__.partition(".")[0]
 
 
 def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> View:
@@ -71,34 +105,35 @@ def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> Vi
     ImportError
         The array is on a GPU, and CuPy is not installed.
     """
-    library = _library_of(tensor)
+    name = library_name(tensor)
+    if name == "torch" and type(tensor) is not (torch := sys.modules["torch"]).Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # its class may change what functions do
+            return _adopt(name, tensor, writing, any_layout)
+    return _adopt(name, tensor, writing, any_layout)
+
+
+def _adopt(name: str, tensor: Any, writing: bool, any_layout: bool) -> View:
+    library = _library_of(name, tensor)
     if library is not None:
         return library.adopt(tensor, writing=writing)
-    on_host = _HOST_MODULES.get(_root_of(type(tensor).__module__))
+    on_host = _HOST_MODULES.get(name)
     if on_host is None:
         return view(tensor, writing=writing)
     host_library: HostAdopter = importlib.import_module(on_host).library
     return host_library.adopt(tensor, writing=writing, any_layout=any_layout)
 
 
-@functools.cache
-def _root_of(module: str) -> str:
-    """Return the top-level module's name; programs use few, so all are cached."""
-    return module.partition(".")[0]
-
-
-def _library_of(tensor: Any) -> Adopter | None:
+def _library_of(name: str, tensor: Any) -> Adopter | None:
     """Return the library of an array on a device; None for any other object."""
-    root = _root_of(type(tensor).__module__)
-    if root in _HOST_ONLY:
+    if name in _HOST_ONLY:
         return None
-    library = _libraries.get(root)
+    library = _libraries.get(name)
     if library is None:
         # A torch tensor that requires gradients raises an error for its interface attribute.
-        on_gpu = getattr(tensor, "is_cuda", False) if root == "torch" else is_on_cuda(tensor)
-        if root != "cupy" and not on_gpu:
+        on_gpu = getattr(tensor, "is_cuda", False) if name == "torch" else is_on_cuda(tensor)
+        if name != "cupy" and not on_gpu:
             return None
-        library = _load(root, tensor)
+        library = _load(name, tensor)
     return library if library.takes(tensor) else None
 
 
@@ -115,9 +150,9 @@ def is_on_cuda(tensor: Any) -> bool:
         return False
 
 
-def _load(root: str, tensor: Any) -> Adopter:
+def _load(name: str, tensor: Any) -> Adopter:
     try:
-        module = importlib.import_module(_MODULES.get(root, _ANY_OTHER))
+        module = importlib.import_module(_MODULES.get(name, _ANY_OTHER))
     except ImportError as exc:
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         raise ImportError(
@@ -125,5 +160,5 @@ def _load(root: str, tensor: Any) -> Adopter:
             ' install it with pip install "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older'
         ) from exc
     library: Adopter = module.library
-    register(root, library)
+    register(name, library)
     return library

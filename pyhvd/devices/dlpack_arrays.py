@@ -12,7 +12,7 @@ from typing import Any
 
 import cupy
 
-from pyhvd.devices.array_libraries import is_on_cuda
+from pyhvd.devices.array_libraries import is_on_cuda, library_name
 from pyhvd.devices.base import Device, DeviceView, Event, Stream
 from pyhvd.devices.cupy_arrays import CupyLibrary, leased, refuse_overlap_of
 from pyhvd.devices.cupy_device import cuda_device
@@ -34,7 +34,7 @@ class ForeignLibrary:
         return is_on_cuda(tensor)
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        root = type(tensor).__module__.partition(".")[0]
+        root = library_name(tensor)
         if writing and root in ("jax", "jaxlib"):
             raise TypeError(
                 f"an in-place operation cannot change a {root} array: use the form without the trailing"

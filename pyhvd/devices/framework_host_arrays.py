@@ -44,7 +44,7 @@ class FrameworkLibrary:
     """Takes arrays of these frameworks; see :class:`pyhvd.devices.array_libraries.HostAdopter`."""
 
     def adopt(self, tensor: Any, *, writing: bool, any_layout: bool) -> TensorView:
-        root = type(tensor).__module__.partition(".")[0]
+        root = array_libraries.library_name(tensor)
         if root == "keras" and hasattr(tensor, "value"):  # a variable: that of its backend
             found = array_libraries.adopt(tensor.value, writing=writing, any_layout=any_layout)
             if not isinstance(found, TensorView):

@@ -17,7 +17,7 @@ from pyhvd.devices.base import Device, Event, Stream
 SLOTS = 2
 
 
-class Move(NamedTuple):
+class StagedCopy(NamedTuple):
     """A copy between byte ``first`` of a slot and an address on the device."""
 
     first: int
@@ -26,15 +26,15 @@ class Move(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class TransferPiece:
     """One piece of a transfer; a rank that has joined makes no copies."""
 
     work: Callable[[Bytes, Bytes], None]
     """``work(down, up)`` reads the slot that was copied down, and fills the slot to copy up."""
     down_bytes: int
     up_bytes: int
-    down: list[Move] = field(default_factory=list)
-    up: list[Move] = field(default_factory=list)
+    down: list[StagedCopy] = field(default_factory=list)
+    up: list[StagedCopy] = field(default_factory=list)
 
 
 class _Direction:
@@ -73,13 +73,13 @@ class Pipeline:
         self._down = _Direction(device)
         self._up = _Direction(device)
 
-    def run(self, steps: Iterable[Step]) -> None:
+    def run(self, steps: Iterable[TransferPiece]) -> None:
         """Run a transfer: its work on the host is done at the return, and all copies are queued.
 
         Steps must not overlap on the device, except that a step may write what it reads.
         """
         with self._between():
-            fetched: tuple[int, Step] | None = None
+            fetched: tuple[int, TransferPiece] | None = None
             for turn, step in enumerate(steps):
                 self._fetch(turn % SLOTS, step)
                 if fetched is not None:
@@ -98,11 +98,11 @@ class Pipeline:
         after = device.mark(self._up.stream)
         device.wait(self._stream, after)
 
-    def _fetch(self, number: int, step: Step) -> None:
+    def _fetch(self, number: int, step: TransferPiece) -> None:
         slot = address(self._down.slot(number, step.down_bytes))
         self._down.queue(number, [(slot + move.first, move.ptr, move.nbytes) for move in step.down])
 
-    def _work(self, number: int, step: Step) -> None:
+    def _work(self, number: int, step: TransferPiece) -> None:
         self._down.settle(number)
         self._up.settle(number)
         up = self._up.slot(number, step.up_bytes)

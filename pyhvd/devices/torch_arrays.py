@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from pyhvd.devices.base import DeviceView, Event, Stream, refuse_overlap
+from pyhvd.devices.base import DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import cuda_device
 from pyhvd.devices.streams import stream_of
+from pyhvd.devices.torch_tensors import check
 from pyhvd.dtypes import DtypeInfo, named
 
 
@@ -25,10 +26,7 @@ class TorchLibrary:
         return isinstance(tensor, torch.Tensor) and tensor.is_cuda
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"a tensor of layout {tensor.layout} has no dense memory: pass tensor.to_dense()")
-        if writing:
-            refuse_overlap(tensor.shape, tensor.stride())
+        check(tensor, writing)
         info = named(str(tensor.dtype).removeprefix("torch."))
         mine = tensor.detach()
         plain = mine.resolve_conj().resolve_neg().contiguous()

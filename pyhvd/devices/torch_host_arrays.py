@@ -13,21 +13,10 @@ from typing import Any
 import torch
 
 from pyhvd.arrays import TensorView
-from pyhvd.devices.base import refuse_overlap
+from pyhvd.devices.torch_tensors import check, note_changes, why_no_memory
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, named
 from pyhvd.errors import UnsupportedDtypeError
 from pyhvd.native.shared_memory import know_tensor_types
-
-
-def _increment_each(tensors: list[Any]) -> None:
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
-
-
-# Tells autograd that tensors are written: a backward pass that has saved one raises an error.
-_increment_versions = _increment_each
-if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5):
-    _increment_versions = torch._C._increment_version
 
 
 class TorchHostLibrary:
@@ -36,16 +25,9 @@ class TorchHostLibrary:
     def adopt(self, tensor: Any, *, writing: bool, any_layout: bool) -> TensorView:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a tensor, not {type(tensor).__module__}.{type(tensor).__qualname__}")
-        if why := why_not(tensor):
+        if why := _why_not_here(tensor):
             raise TypeError(why)
-        if writing:
-            refuse_overlap(tensor.shape, tensor.stride())
-            if tensor.requires_grad and not tensor.is_leaf:
-                raise RuntimeError(
-                    "an in-place operation would change a tensor that autograd has recorded: pass"
-                    " tensor.detach(), or call the operation without the trailing underscore"
-                )
-            self.note_changes([tensor])
+        check(tensor, writing)
         mine = tensor.detach()
         plain = mine.resolve_conj().resolve_neg()
         layout = layout_of(plain.shape, plain.stride()) if any_layout else ""
@@ -66,20 +48,22 @@ class TorchHostLibrary:
     # -- for the fast path: see pyhvd.native.shared_memory.TensorLibrary --------------------------------
 
     def describe(self, tensor: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
-        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_conj():
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_nested:
             return None
         try:
-            info = _info_of(tensor)
-        except UnsupportedDtypeError:
+            info, address = _info_of(tensor), tensor.data_ptr()
+        except (RuntimeError, UnsupportedDtypeError):
             return None
         if not info.ops:  # its code is another dtype's
             return None
-        return tensor.data_ptr(), int(info.code), tuple(tensor.shape), tensor.stride()
+        return address, int(info.code), tuple(tensor.shape), tensor.stride()
 
     def make_like(self, tensor: Any, layout: str) -> Any:
-        return _make_empty(tensor.shape, tensor.dtype, layout)
+        made = _make_empty(tensor.shape, tensor.dtype, layout)
+        return None if torch._C._are_functorch_transforms_active() else made
 
-    note_changes = staticmethod(_increment_versions)
+    note_changes = staticmethod(note_changes)
+    forward_mode = vars(torch.autograd.forward_ad)
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -131,25 +115,14 @@ def _make_empty(shape: Sequence[int], dtype: torch.dtype, layout: str) -> torch.
         raise MemoryError(str(exc)) from exc
 
 
-def why_not(tensor: torch.Tensor) -> str:
-    """Return why a tensor has no memory that can be sent, and the remedy; empty if it has."""
-    kind = type(tensor)
-    if torch.nn.parameter.is_lazy(tensor):
-        return "this parameter has no shape yet: pass one batch through the model first"
-    if kind.__name__ == "DTensor":
-        return "a DTensor is spread over ranks: pass tensor.to_local(), or tensor.full_tensor()"
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"a {kind.__name__} has no plain memory: pass a torch.Tensor"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "in a transform of torch.func, such as vmap, tensors have no memory: call it outside"
-    if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout} has no dense memory: pass tensor.to_dense()"
-    if tensor.device.type != "cpu":
-        remedy = "make it on a device with memory" if tensor.is_meta else "pass tensor.cpu()"
-        return f"pyhvd cannot use memory of the device {tensor.device}: {remedy}"
-    if tensor.is_quantized:
-        return "a quantized tensor cannot be sent: pass tensor.dequantize()"
-    return ""
+def why_not(tensor: Any) -> str:
+    """Return why a tensor cannot be sent from host memory, and the remedy; empty if it can."""
+    return why_no_memory(tensor) or _why_not_here(tensor)
+
+
+def _why_not_here(tensor: Any) -> str:
+    is_elsewhere = tensor.device.type not in ("cpu", "meta")
+    return f"pyhvd cannot use memory of the device {tensor.device}: pass tensor.cpu()" if is_elsewhere else ""
 
 
 library = TorchHostLibrary()

@@ -14,10 +14,12 @@ import torch
 
 def load(data: Any) -> Any:
     """Return the object that cloudpickle has made these bytes of."""
-    return _Unpickler(io.BytesIO(data)).load()
+    return Unpickler(io.BytesIO(data)).load()
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Brings tensors of a GPU to this process's current one."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return load_storage

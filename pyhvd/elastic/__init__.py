@@ -5,8 +5,8 @@ from pyhvd.elastic.sampler import ElasticSampler as ElasticSampler
 from pyhvd.elastic.session import enabled as enabled, generation as generation, max_size as max_size
 from pyhvd.elastic.state import ObjectState as ObjectState, State as State
 from pyhvd.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
-from pyhvd.job.store import StoreError as StoreError
-from pyhvd.job.vault import VaultError as VaultError
+from pyhvd.job.commits.store import StoreError as StoreError
+from pyhvd.job.commits.vault import VaultError as VaultError
 
 __all__ = [
     "ElasticSampler",

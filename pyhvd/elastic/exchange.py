@@ -23,10 +23,10 @@ from pyhvd.api.objects import allgather_object, broadcast_object
 from pyhvd.api.process_sets import global_process_set
 from pyhvd.api.topology import rank, size
 from pyhvd.common.text import describe_values
-from pyhvd.elastic.session import Session
+from pyhvd.elastic.session import RankSession
 from pyhvd.engine import context
 from pyhvd.errors import MismatchError, RankFailedError
-from pyhvd.job.vault import Seal, pack, packed_size
+from pyhvd.job.commits.vault import Seal, pack, packed_size
 from pyhvd.negotiation.messages import RequestType
 
 NAME = "elastic: "
@@ -90,7 +90,7 @@ def any_rank(flag: bool) -> bool:
     return bool(found[0])
 
 
-def wait_until_stored(session: Session) -> str:
+def wait_until_stored(session: RankSession) -> str:
     """Wait until the newest commit is stored; return why it cannot be, empty if it is."""
     why = ""
     if rank() == 0:  # the host of rank 0 stores commits
@@ -107,7 +107,7 @@ def wait_until_stored(session: Session) -> str:
 
 
 def bring_from_rank_0(make: Callable[[], tuple[list[Any], bytes]]) -> Any:
-    """Return what `make` returns on rank 0, packed (see :func:`pyhvd.job.vault.pack`), on every rank."""
+    """Return what `make` returns on rank 0, on every rank; see :func:`~pyhvd.job.commits.vault.pack`."""
     data = np.empty(0, np.uint8)
     size_name, data_name = f"{NAME}sync size", f"{NAME}sync"
     if rank() == 0:
@@ -123,7 +123,7 @@ def bring_from_rank_0(make: Callable[[], tuple[list[Any], bytes]]) -> Any:
     return data
 
 
-def divide_writing(session: Session) -> None:
+def divide_writing(session: RankSession) -> None:
     """Let the first of the ranks that share a vault write commits.
 
     The ranks of one node may have several agents, each with a vault.
@@ -133,7 +133,7 @@ def divide_writing(session: Session) -> None:
     session.writes = vaults.index(vaults[rank()]) == rank()
 
 
-def bring_commit(session: Session) -> memoryview:
+def bring_commit(session: RankSession) -> memoryview:
     """Return the bytes of the commit from which this generation goes on, on every rank.
 
     A host that holds the commit reads its own vault. A host that lacks it gets it from the source, and keeps
@@ -159,7 +159,7 @@ def bring_commit(session: Session) -> memoryview:
     return session.vault.read(held)
 
 
-def _hand_over(session: Session, seal: Seal, takers: Sequence[int]) -> None:
+def _hand_over(session: RankSession, seal: Seal, takers: Sequence[int]) -> None:
     """Bring the source's commit into the vaults of these ranks, of which each has another one."""
     name = f"{NAME}state"
     sends, takes = rank() == session.source, rank() in takers

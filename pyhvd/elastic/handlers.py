@@ -64,9 +64,18 @@ class ByStateDict(Handler):
         )
 
 
+def register(kind: type, handler: Handler) -> None:
+    """Let objects of a class, and of those that derive from it, have their own handler."""
+    _OF_KINDS[kind] = handler
+
+
 def choose(value: Any) -> Handler:
-    """Return the handler of an object that is of no special kind."""
+    """Return the handler of an object."""
+    for kind, handler in _OF_KINDS.items():
+        if isinstance(value, kind):
+            return handler
     return _BY_STATE_DICT if ByStateDict.takes(value) else _BY_VALUE
 
 
+_OF_KINDS: dict[type, Handler] = {}
 _BY_STATE_DICT, _BY_VALUE = ByStateDict(), ByValue()

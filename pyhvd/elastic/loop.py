@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
-from pyhvd.elastic.session import Session, current
+from pyhvd.elastic.session import RankSession, current
 from pyhvd.elastic.state import State
 from pyhvd.errors import (
     CorruptionError,
@@ -18,7 +18,7 @@ from pyhvd.errors import (
     MismatchError,
     StallError,
 )
-from pyhvd.job.generation_env import MadeRoom
+from pyhvd.job.rank.generation_env import MadeRoom
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +74,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     return wrapper
 
 
-def _make_room(session: Session) -> NoReturn:
+def _make_room(session: RankSession) -> NoReturn:
     """End this rank, whose state is committed: its agent starts the next generation."""
     session.vault.left = session.generation + 1
     raise MadeRoom(0)

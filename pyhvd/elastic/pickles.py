@@ -29,7 +29,7 @@ def dump(state: Any) -> tuple[list[Any], bytes]:
     """
     file, arrays = io.BytesIO(), list[Any]()
     try:
-        _Pickler(file, arrays).dump(state)
+        _StatePickler(file, arrays).dump(state)
     except MemoryError:
         raise
     except Exception as exc:
@@ -39,10 +39,10 @@ def dump(state: Any) -> tuple[list[Any], bytes]:
 
 def load(arrays: list[Any], rest: bytes) -> Any:
     """Return a state that owns copies of the arrays; tensors of a GPU come to the current GPU."""
-    return _Unpickler(io.BytesIO(rest), arrays).load()
+    return _StateUnpickler(io.BytesIO(rest), arrays).load()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Collects arrays and tensors.
 
     The pickle has a tuple for each, whose last item is its place in the list.
@@ -91,7 +91,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._numbers[key]
 
 
-class _Unpickler(pickle.Unpickler):
+class _StateUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, arrays: list[Any]) -> None:
         super().__init__(file)
         self._arrays = arrays

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyhvd.api.topology import rank, size
 
@@ -42,6 +43,10 @@ class ElasticSampler:
     processed_num : int
         The number of samples of the epoch that all ranks together have processed. It is exact after a commit.
         After :meth:`record_batch` it assumes that the other ranks have recorded as many samples as this one.
+    num_samples, total_size : int
+        How many indices this rank and all ranks had when the epoch was last divided.
+    remaining_indices : list of int
+        The indices, of all ranks, that were left then; without padding. Made anew at each access.
     """
 
     def __init__(self, dataset: Sized | int, shuffle: bool = True, seed: int = 0, pad: bool = True) -> None:
@@ -59,6 +64,11 @@ class ElasticSampler:
     @property
     def processed_num(self) -> int:
         return min(self._counted + self._recorded * self.num_replicas, self._length)
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        left: list[int] = self._order()[self._first :].tolist()
+        return left
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch.
@@ -96,22 +106,25 @@ class ElasticSampler:
     def reset(self) -> None:
         """Divide the rest of the epoch among the ranks."""
         self.rank, self.num_replicas = rank(), size()
-        self._counted = min(self._counted, self._length)
+        self._counted = self._first = min(self._counted, self._length)
         self._recorded = 0
-        order = np.arange(self._length)
-        if self.shuffle:
-            order = np.random.default_rng((self.seed % 2**64, self.epoch % 2**64)).permutation(self._length)
-        left = order[self._counted :]
+        left = self._order()[self._first :]
         if self.pad and len(left):
             left = np.resize(left, -(-len(left) // self.num_replicas) * self.num_replicas)
         self.indices: list[int] = left[self.rank :: self.num_replicas].tolist()
+        self.num_samples, self.total_size = len(self.indices), len(left)
+
+    def _order(self) -> NDArray[np.int64]:
+        """Return the indices of the whole epoch, in its order."""
+        if not self.shuffle:
+            return np.arange(self._length)
+        return np.random.default_rng((self.seed % 2**64, self.epoch % 2**64)).permutation(self._length)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)
 
     def __len__(self) -> int:
-        """Return how many indices this rank had when the epoch was last divided."""
-        return len(self.indices)
+        return self.num_samples
 
     def take_recorded(self) -> int:
         """Return how many samples this rank has recorded since the last commit."""

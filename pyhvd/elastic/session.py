@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from pyhvd.job.generation_env import read_generation
-from pyhvd.job.vault import DESCRIPTORS, Seal, Vault, are_here
+from pyhvd.job.commits.vault import DESCRIPTORS, Seal, Vault, are_here
+from pyhvd.job.rank.generation_env import read_generation
 
 
-class Session:
+class RankSession:
     """One rank of one generation.
 
     Parameters
@@ -81,13 +81,13 @@ class Session:
         return self.vault.wished > self.generation
 
 
-def current() -> Session | None:
+def current() -> RankSession | None:
     """Return this rank's session; None if its job is not elastic."""
     return _of_process() if (played := _played.get()) is None else played
 
 
 @contextlib.contextmanager
-def playing(session: Session) -> Iterator[None]:
+def playing(session: RankSession) -> Iterator[None]:
     """Make this the session of the current thread, for ranks that are threads."""
     token = _played.set(session)
     try:
@@ -96,19 +96,15 @@ def playing(session: Session) -> Iterator[None]:
         _played.reset(token)
 
 
-_played: ContextVar[Session | None] = ContextVar("pyhvd.elastic.session", default=None)
+_played: ContextVar[RankSession | None] = ContextVar("pyhvd.elastic.session", default=None)
 
 
 @functools.cache
-def _of_process() -> Session | None:
+def _of_process() -> RankSession | None:
     """Return the session of the process, which has none if it is a child that a rank has started."""
     if read_generation(os.environ) is None or not are_here(_descriptors(os.environ)):
         return None
-    return Session(os.environ)
-
-
-# With `--warm init` ranks are forked from a process that is no rank, and may have called this.
-os.register_at_fork(after_in_child=_of_process.cache_clear)
+    return RankSession(os.environ)
 
 
 def _descriptors(environ: Mapping[str, str]) -> list[int]:

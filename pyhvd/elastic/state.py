@@ -17,10 +17,10 @@ from pyhvd.api.topology import rank
 from pyhvd.elastic import exchange, pickles
 from pyhvd.elastic.handlers import Handler, choose
 from pyhvd.elastic.sampler import ElasticSampler
-from pyhvd.elastic.session import Session, current
+from pyhvd.elastic.session import RankSession, current
 from pyhvd.errors import HostsUpdatedInterrupt
-from pyhvd.job.store import StoreError
-from pyhvd.job.vault import LOST_OTHERS, load, packed_size
+from pyhvd.job.commits.store import StoreError
+from pyhvd.job.commits.vault import LOST_OTHERS, load, packed_size
 
 Callback = Callable[[], object]
 
@@ -28,7 +28,8 @@ Callback = Callable[[], object]
 class State:
     """The base of states, with which a program goes on after its ranks were started again.
 
-    :class:`ObjectState` suits most programs. A subclass of this class defines :meth:`dump` and :meth:`load`.
+    :class:`ObjectState` suits most programs. A subclass of this class defines :meth:`dump` and :meth:`load`;
+    its constructor may end with :meth:`save`, so that :meth:`restore` works before the first :meth:`sync`.
     Horovod's arguments `bcast_object` and `get_rank` have no effect.
     """
 
@@ -36,7 +37,7 @@ class State:
         self._reset_callbacks: list[Callback] = []
         self._failure_callbacks: list[Callback] = []
         self._number = 0  # of the last commit
-        self._saved: tuple[list[Any], bytes] | None = None
+        self._saved: tuple[list[Any], bytes] | Exception | None = None  # or why there is no copy
 
     # -- what a subclass defines -----------------------------------------------------------------------
 
@@ -74,10 +75,6 @@ class State:
         :func:`run` after an error. The rank is killed about 0.25 s later. It can send no tensors any more.
         """
         self._failure_callbacks.extend(callbacks)
-        self._arm_failure_callbacks()
-
-    def _arm_failure_callbacks(self) -> None:
-        """Have the failure callbacks called, if there are any; :meth:`begin` does so again in a rank."""
         session = current()
         if session is None or not self._failure_callbacks:
             return
@@ -91,17 +88,27 @@ class State:
         arrays, rest = self._pickled(self._counts())
         self._saved = [array.copy() for array in arrays], rest
 
-    def restore(self) -> None:
-        """Go back to the last :meth:`save` or :meth:`commit`, whichever was later.
+    def _keep(self) -> None:
+        """Keep a copy as :meth:`save` does; if that fails, :meth:`restore` says why."""
+        try:
+            State.save(self)
+        except Exception as exc:
+            self._saved = exc
 
-        After a commit in an elastic job every rank must call it.
+    def restore(self) -> None:
+        """Go back to the last :meth:`save`, :meth:`sync` or :meth:`commit`, whichever was latest.
+
+        Before these, an :class:`ObjectState` goes back to what its constructor was given. After a commit in
+        an elastic job every rank must call it.
 
         Raises
         ------
         RuntimeError
-            Nothing was saved or committed.
+            Nothing was saved or committed; or the first copy failed, which is the ``__cause__``.
         """
         session = current()
+        if isinstance(self._saved, Exception):
+            raise RuntimeError(f"restore: there is no copy: {self._saved}") from self._saved
         if self._saved is not None:
             self._load(*self._saved)
             return
@@ -113,13 +120,14 @@ class State:
         self._load(*load(session.vault.read(newest)))
 
     def sync(self) -> None:
-        """Bring all ranks to the state of rank 0."""
+        """Bring all ranks to the state of rank 0, and keep a copy for :meth:`restore`."""
         data = exchange.bring_from_rank_0(lambda: self._pickled(self._counts()))
         if rank() != 0:
             self._load(*load(data))
-            return
-        for sampler in self.samplers():  # as on the other ranks: what was recorded counts for all
-            sampler.load_state_dict(sampler.state_dict())
+        else:
+            for sampler in self.samplers():  # as on the other ranks: what was recorded counts for all
+                sampler.load_state_dict(sampler.state_dict())
+        self._keep()
 
     def commit(self, durable: bool = False) -> None:
         """Keep the state for all ranks to go on from, and make room if hosts have changed.
@@ -187,12 +195,12 @@ class State:
             self.sync()
             return
         self._number = session.commit
-        self._arm_failure_callbacks()
         exchange.divide_writing(session)
         if not session.commit:
             self.sync()
             return
         self._load(*load(exchange.bring_commit(session)))
+        self._saved = None  # restore() shall go back to the commit
         self.on_reset()
         self.sync_settings()
 
@@ -211,7 +219,7 @@ class State:
             except Exception:
                 traceback.print_exc()
 
-    def _session(self, verb: str) -> Session | None:
+    def _session(self, verb: str) -> RankSession | None:
         session = current()
         if session is not None and session.state is not self:
             raise RuntimeError(
@@ -220,7 +228,7 @@ class State:
             )
         return session
 
-    def _commit(self, session: Session) -> bool:
+    def _commit(self, session: RankSession) -> bool:
         """Commit; return whether the ranks shall make room."""
         samplers, number = self.samplers(), self._number + 1
         trouble: Exception | None = None
@@ -246,7 +254,10 @@ class State:
         return np.array([each.processed_num for each in self.samplers()], np.int64)
 
     def _pickled(self, counts: Any) -> tuple[list[Any], bytes]:
-        """Return the state for :func:`pyhvd.job.vault.pack`; `counts` are the samplers' processed samples."""
+        """Return the state for :func:`~pyhvd.job.commits.vault.pack`.
+
+        `counts` are the samplers' processed samples.
+        """
         dumped = self.dump()
         try:
             return pickles.dump((counts, dumped))
@@ -285,6 +296,7 @@ class ObjectState(State):
         self._names = list(attributes)
         for name, value in attributes.items():
             setattr(self, name, value)
+        self._keep()
 
     if TYPE_CHECKING:  # its attributes are those that the program gives
 

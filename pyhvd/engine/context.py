@@ -8,7 +8,6 @@ verbs; of process sets it knows only ids and ranks.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import secrets
@@ -22,12 +21,12 @@ from typing import Any
 
 import msgspec
 
-from pyhvd import __version__
+from pyhvd._version import __version__
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.common import launcher_hooks
-from pyhvd.common.processes import Place, here
+from pyhvd.common.processes import ProcessPlace, here
 from pyhvd.common.text import (
     describe_exception,
     describe_ranks,
@@ -42,12 +41,14 @@ from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import FastPathAdapter, FastPathBell, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
-from pyhvd.job.generation_env import read_generation
+from pyhvd.job.rank.generation_env import read_generation
 from pyhvd.native.shared_memory import FastPathHolder, count_rank_threads
+from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.host_meter import HostMeter
+from pyhvd.observe.metrics import Meter
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.transport.arena import Arena, NoArena
@@ -57,6 +58,8 @@ from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.world import World
 
 Ranks = tuple[int, ...]
+Counts = dict[str, int]
+"""The last number of one process set's names, by prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class StaticSet:
     by_comm: bool = False
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class RankHello(msgspec.Struct, frozen=True, array_like=True):
     """The first message between ranks."""
 
     version: str
@@ -75,11 +78,39 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     sets: list[tuple[Ranks, bool]]
     error: str = ""
     job: str = ""
-    place: Place = Place("", 0)
+    place: ProcessPlace = ProcessPlace("", 0)
 
 
 # Made here: with ranks as threads, several first uses at once may crash msgspec.
-_hello_decoder = msgspec.msgpack.Decoder(Hello)
+_hello_decoder = msgspec.msgpack.Decoder(RankHello)
+
+
+class KeptName:
+    """A name from a process set's counts, which an object keeps for its calls until the counts restart.
+
+    They restart at a join, with a new context and with a new set. The next call then takes a new name. So a
+    name follows from the order in which the rank has first used such objects since then, and this order must
+    be the same on all members of the set. A copy of the object takes a name of its own.
+
+    Parameters
+    ----------
+    prefix : str
+        How the name begins.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._kept: tuple[str, Counts] | None = None
+
+    def in_set(self, process_set: Any) -> str:
+        """Return the name for a call in a process set; see :meth:`Context.members_of` for the errors."""
+        active = current()
+        set_id, _ = active.members_of(process_set)
+        self._kept = active.keep_name(set_id, self._prefix, self._kept)
+        return self._kept[0]
+
+    def __reduce__(self) -> tuple[type[KeptName], tuple[str]]:
+        return KeptName, (self._prefix,)
 
 
 class Context:
@@ -118,7 +149,7 @@ class Context:
         self.threads_supported = world.threads
         self.notices: list[str] = []
         self._generation = read_generation(os.environ)
-        hello = Hello(
+        hello = RankHello(
             __version__,
             tuple(getattr(config, knob) for knob in SHARED),
             [(s.ranks, s.by_comm) for s in static_sets],
@@ -135,7 +166,7 @@ class Context:
         self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
-        self._counters: dict[tuple[int, str], Iterator[int]] = {}
+        self._counts: dict[int, Counts] = {}
         self._lock = threading.Lock()
         self.hooks = Instruments()
         self.warned_of_memory = False
@@ -144,7 +175,9 @@ class Context:
         self.runtime = self._make_runtime(sets, places, autotune_log)
         self.runtime.start()
 
-    def _make_runtime(self, sets: Sequence[Ranks], places: Sequence[Place], log: SampleLog | None) -> Runtime:
+    def _make_runtime(
+        self, sets: Sequence[Ranks], places: Sequence[ProcessPlace], log: SampleLog | None
+    ) -> Runtime:
         world, config, rank = self._world, self.config, self.topology.rank
         open_window = world.open_window if config.fast_lane else None
         recorder = self._make_recorder(world)
@@ -186,17 +219,26 @@ class Context:
             config,
             make,
             RuntimeParts(
-                where=RankLocations(rank, places, threads),
+                where=RankLocations(
+                    rank,
+                    places,
+                    threads,
+                    bool if self.fast_path is None else self.fast_path.has_long_waits,
+                ),
                 hooks=self.hooks,
                 recorder=recorder,
+                make_meter=partial(self._make_meter, between),
                 fast_path=self.fast_path,
                 make_adapter=make_adapter,
                 surroundings=lambda: playing_rank(holder),
                 tuner=tuner,
-                between=between,
-                generation=None if self._generation is None else self._generation.number,
             ),
         )
+
+    def _make_meter(self, between: HostMeter, lateness: StragglerStats | None) -> Meter:
+        topology, timed = self.topology, self.config.metrics_timed
+        number = None if self._generation is None else self._generation.number
+        return Meter(topology.rank, topology.size, timed, self.fast_path, lateness, between, number)
 
     def _backend_maker(
         self, recorder: Recorder, between: HostMeter
@@ -234,7 +276,7 @@ class Context:
             recorder.open(order, world.fabric)
         return recorder
 
-    def _adopt(self, config: Config, heard: Sequence[Hello]) -> Config:
+    def _adopt(self, config: Config, heard: Sequence[RankHello]) -> Config:
         """Take the shared knobs from rank 0; log each difference."""
         for index, knob in enumerate(SHARED):
             if heard[self.topology.rank].shared[index] != heard[0].shared[index]:
@@ -250,9 +292,19 @@ class Context:
         A call that is rejected because of its process set gets no number, and that rank's order is lost: give
         tensors names.
         """
+        return self.keep_name(process_set, prefix, None)[0]
+
+    def keep_name(self, process_set: int, prefix: str, kept: tuple[str, Counts] | None) -> tuple[str, Counts]:
+        """Return the name that is kept if its counts have not restarted since, else the next name.
+
+        A restart makes a new dict, so the dict of a name's counts tells whether they have restarted.
+        """
         with self._lock:
-            counter = self._counters.setdefault((process_set, prefix), itertools.count())
-            return f"{prefix}.{next(counter)}"
+            counts = self._counts.setdefault(process_set, {})
+            if kept is not None and kept[1] is counts:
+                return kept
+            number = counts[prefix] = counts.get(prefix, -1) + 1
+            return f"{prefix}.{number}", counts
 
     def members_of(self, process_set: Any) -> tuple[int, Ranks]:
         """Return the id and the members of a process set that this rank may use.
@@ -294,25 +346,25 @@ class Context:
             )
 
     def admit(self, set_id: int, ranks: Ranks) -> None:
-        """Register a process set, and restart its count of unnamed tensors: the id may be reused."""
-        self.recount(set_id)  # no thread counts in the set before it is registered
+        """Register a process set, and restart its counts: the id may be reused."""
         with self._lock:
+            self._counts.pop(set_id, None)  # no thread counts in the set before it is registered
             self.process_sets[set_id] = ranks
 
-    def recount(self, set_id: int) -> None:
-        """Restart the count of a process set's unnamed tensors, at the same place in the order on every rank.
+    def recount(self) -> None:
+        """Restart the counts of all process sets, at the same place in the order on every rank.
 
         A join needs this: some ranks have called more often than others, and none of those calls is left.
         """
         with self._lock:
-            for key in [key for key in self._counters if key[0] == set_id]:
-                del self._counters[key]
+            self._counts.clear()
 
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
         if self.runtime.is_forked():
             raise NotInitializedError(
-                "pyhvd was initialised in the parent of this forked process; only the parent can use it"
+                "pyhvd was initialised in the parent of this forked process: only the parent can call init()"
+                " and collectives; rank() and size() answer here too"
             )
 
     def shutdown(self, cause: BaseException | None, how: str) -> None:
@@ -341,7 +393,7 @@ def _make_job_name(letters: str) -> str:
     return f"{script or 'python'}-{letters or secrets.token_hex(3)}"
 
 
-def _agree(heard: Sequence[Hello]) -> list[Ranks]:
+def _agree(heard: Sequence[RankHello]) -> list[Ranks]:
     """Return the static process sets that all ranks agree on, in the order of their ids."""
     errors = {rank: hello.error for rank, hello in enumerate(heard) if hello.error}
     if errors:
@@ -430,10 +482,22 @@ def current() -> Context:
     Raises
     ------
     NotInitializedError
+        No context exists, or this is a forked child.
+    """
+    context = inherited()
+    context.check_usable()
+    return context
+
+
+def inherited() -> Context:
+    """Return the context in use, in a forked child that of its rank: only its constants can be used there.
+
+    Raises
+    ------
+    NotInitializedError
         No context exists.
     """
     context = current_holder().context
     if context is None:
         raise NotInitializedError("pyhvd has not been initialized: call pyhvd.init() first")
-    context.check_usable()
     return context

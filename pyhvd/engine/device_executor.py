@@ -24,7 +24,7 @@ from pyhvd.arrays import TensorView, address, flat_bytes
 from pyhvd.backends.gpu.select import open_backend
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
-from pyhvd.common.processes import Place
+from pyhvd.common.processes import ProcessPlace
 from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
 from pyhvd.devices.host_device import HostDevice
 from pyhvd.devices.pending import KeepAlive, PendingArray
@@ -70,7 +70,7 @@ class DeviceExecutor:
     ----------
     rank : int
         This rank's global number.
-    places : sequence of Place
+    places : sequence of ProcessPlace
         Location of every rank.
     backends : mapping of int to HostBackend
         Host backends by process set; the executor updates the mapping.
@@ -87,7 +87,7 @@ class DeviceExecutor:
     def __init__(
         self,
         rank: int,
-        places: Sequence[Place],
+        places: Sequence[ProcessPlace],
         backends: Mapping[int, HostBackend],
         sets: Mapping[int, tuple[int, ...]],
         hooks: Instruments,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pyhvd.common.processes import Place
+from pyhvd.common.processes import ProcessPlace
 from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import (
     HorovodInternalError,
@@ -23,6 +23,7 @@ from pyhvd.errors import (
     ShutDownError,
     StallError,
     TransportError,
+    WithdrawnError,
 )
 from pyhvd.native.shared_memory import NOTE
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response, verb
@@ -32,7 +33,9 @@ _FRAME = 64
 """Upper bound of the bytes of an ErrorInfo with only kind, rank and text, without its text."""
 
 
-def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) -> HorovodInternalError:
+def exception_of(
+    info: ErrorInfo, name: str = "", places: Sequence[ProcessPlace] = ()
+) -> HorovodInternalError:
     """Return the exception of an error on the wire; ``places`` are the ranks' locations."""
     if info.kind == ErrorKind.MISMATCH:
         hosts = {rank: places[rank].host for rank in info.per_rank if rank < len(places)}
@@ -48,6 +51,8 @@ def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) 
         return failed
     if info.kind == ErrorKind.STALL:
         return StallError(info.message, info.missing, info.stacks)
+    if info.kind == ErrorKind.WITHDRAWN:
+        return WithdrawnError(info.message)
     return ShutDownError(f"{name!r}: {info.message}" if name else info.message, info.rank)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from pyhvd.arrays import Bytes, TensorView
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend, rows_of
 from pyhvd.backends.shm import ShmBackend
-from pyhvd.common.processes import Place
+from pyhvd.common.processes import ProcessPlace
 from pyhvd.config import Config
 from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import BY_CODE
@@ -31,6 +32,9 @@ from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import MPI, WINDOW, Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.fabric import Fabric
+
+if TYPE_CHECKING:
+    from pyhvd.engine.fast_path import FastPathAdapter
 
 Views = Sequence[TensorView | None]
 
@@ -52,10 +56,10 @@ class Executor:
         Returns the backend of a new set, from its fabric; collective over the set.
     meter : Meter
         Counts the responses.
-    places : sequence of Place
+    places : sequence of ProcessPlace
         Location of every rank.
-    open_set, close_set : callable
-        The fast path's, called for added and removed sets; ``close_set`` returns the tensors in flight.
+    fast_path : FastPathAdapter or None
+        Learns of added and removed sets.
     hooks : Instruments
         Notified of batches.
     config : Config
@@ -70,9 +74,8 @@ class Executor:
         sets: dict[int, tuple[int, ...]],
         make_backend: Callable[[Fabric, tuple[int, ...]], HostBackend],
         meter: Meter,
-        places: Sequence[Place],
-        open_set: Callable[[int, HostBackend], None],
-        close_set: Callable[[int], list[TensorEntry]],
+        places: Sequence[ProcessPlace],
+        fast_path: FastPathAdapter | None,
         hooks: Instruments,
         config: Config,
     ) -> None:
@@ -85,8 +88,7 @@ class Executor:
         self._sets = sets
         self._make_backend = make_backend
         self._places = places
-        self._open_set = open_set
-        self._close_set = close_set
+        self._fast_path = fast_path
         self._pieces: Pieces | None = None
         # For the watchdog: the entries of the running batch, and the number of ended batches.
         self.running: Entries = []
@@ -101,7 +103,8 @@ class Executor:
             checked=self._checker is not None,
         )
         for set_id, backend in backends.items():
-            open_set(set_id, backend)
+            if fast_path is not None:
+                fast_path.open_set(set_id, backend)
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.ADASUM: self._adasum,
@@ -369,12 +372,16 @@ class Executor:
             self._backends[set_id] = self._make_backend(fabric, ranks)
             if self._pieces is not None:
                 self._backends[set_id].resize(self._pieces)
-            self._open_set(set_id, self._backends[set_id])
+            if self._fast_path is not None:
+                self._fast_path.open_set(set_id, self._backends[set_id])
         self._tell_value(batch, entries)
 
     def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
         removed = batch[0].request.ranks[0]
-        for entry in [*self._queue.pop_set(removed), *self._close_set(removed)]:
+        left = self._queue.pop_set(removed)
+        if self._fast_path is not None:
+            left += self._fast_path.close_set(removed)
+        for entry in left:
             text = (
                 f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
             )

@@ -20,7 +20,6 @@ from pyhvd.config import Config
 from pyhvd.controller import Worker
 from pyhvd.devices.array_libraries import adopt
 from pyhvd.dtypes import lookup
-from pyhvd.engine.runtime import NoFastPath
 from pyhvd.errors import UnsupportedDtypeError
 from pyhvd.native.shared_memory import MAX_SLOTS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.messages import (
@@ -126,7 +125,7 @@ def _code_of(dtype: np.dtype[Any]) -> int:
         return -1
 
 
-class FastPathAdapter(NoFastPath):
+class FastPathAdapter:
     """The fast path as the runtime sees it.
 
     Parameters
@@ -143,6 +142,13 @@ class FastPathAdapter(NoFastPath):
         Tensors that go by message.
     meter : Meter
         Counts tensors that leave the fast path; the fast path counts those it completes.
+
+    Attributes
+    ----------
+    across : bool
+        Whether the ranks are on several hosts.
+    holds_back : bool
+        Whether a request is held back: look again soon.
     """
 
     def __init__(
@@ -158,7 +164,7 @@ class FastPathAdapter(NoFastPath):
         self._entered = False
         self._arena = arena
         self._fabric = fabric
-        self.across = fast_path.partial
+        self.across, self.holds_back = fast_path.partial, False
         self._worker = worker
         self._queue = queue
         self._meter = meter
@@ -190,7 +196,7 @@ class FastPathAdapter(NoFastPath):
 
     def close(self, stuck: bool = False) -> list[TensorEntry]:
         """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
-        self._fast_path.shut(stuck or self._entered)
+        self._fast_path.end(stuck or self._entered)
         self._fast_path.leave_hosts()
         return [entry for call in self._fast_path.in_flight() for entry in self._entries(call)[1]]
 
@@ -205,8 +211,8 @@ class FastPathAdapter(NoFastPath):
         1. Calls that the ready table refused go by message first.
         2. A tensor that this rank rejected is frozen: its next call must not match the others' current call.
         3. On several hosts the coordinator does not see the marks of slots that a message recalls: the ranks
-           submit these tensors again. So a join, or a refusal, waits for the calls that it concerns, and
-           whatever the rank submits later to that set waits behind it.
+           submit these tensors again. So a refusal waits for the calls that it concerns, and whatever the
+           rank submits later to that set waits behind it. A join waits for all calls of all sets.
         """
         if fresh:
             self._fast_path.mark_ready()
@@ -241,7 +247,7 @@ class FastPathAdapter(NoFastPath):
         for set_id, request in self._held + fresh:
             calls = self._open_calls(set_id, request)
             blocking.update(calls)
-            if calls or any(set_id == each for each, _ in held):
+            if calls or any(set_id == each for each, _ in held) or (held and _is_join(request)):
                 held.append((set_id, request))
             else:
                 leaving.append((set_id, request))
@@ -252,14 +258,16 @@ class FastPathAdapter(NoFastPath):
 
     def _open_calls(self, set_id: int, request: Request) -> list[CachedCall]:
         """Return the calls in flight that may yet go by message, and that a join or a refusal concerns."""
-        if not (request.error or _is_join(request)) or not self._fast_path.has_set(set_id):
+        if _is_join(request):
+            return [call for call in self._fast_path.in_flight() if call.is_open()]
+        if not request.error or not self._fast_path.has_set(set_id):
             return []
         names = (request.name, request.group) if request.group else (request.name,)
         slots = {slot for name in names for slot in self._worker.slots_of(set_id, name)}
         return [
             call
             for call in self._fast_path.in_flight(set_id)
-            if call.is_open() and (_is_join(request) or not slots.isdisjoint(call.slots()))
+            if call.is_open() and not slots.isdisjoint(call.slots())
         ]
 
     def to_recall(self) -> dict[int, bytes]:
@@ -268,7 +276,10 @@ class FastPathAdapter(NoFastPath):
         return slots
 
     def announce(self, number: int, ranks: int) -> bool:
-        """Give a response list its place in the ready log; return False if the log is full."""
+        """Give a list for these ranks its place in the ready log; return False if the log is full.
+
+        Number 0 is no list: only recalls and delegations become known to other hosts.
+        """
         return self._fast_path.announce(number, iter_bits(ranks))
 
     def enter(self, number: int) -> bool:
@@ -397,7 +408,7 @@ class FastPathBell:
         LinkLost
             The connection to another host has failed.
         """
-        rung = bool(self._fast_path.doze(timeout))
+        rung = bool(self._fast_path.sleep(timeout))
         if (note := self._fast_path.note()) is not None:
             raise Aborted(note)
         if isinstance(self._fabric, HostsFabric):

@@ -137,7 +137,7 @@ class Checker:
                 groups: dict[int, list[int]] = {}
                 for rank in holders:
                     groups.setdefault(int(sums[rank, i, 1]), []).append(members[rank])
-                where = _Search(fabric, holders, response, results[i])
+                where = _Bisection(fabric, holders, response, results[i])
                 errors.append(_difference(response, where, list(groups.values()), members))
         return errors
 
@@ -203,7 +203,7 @@ class Checker:
         )
 
 
-class _Search:
+class _Bisection:
     """Finds the first element in which the ranks' results differ, by bisection; collective."""
 
     def __init__(
@@ -249,7 +249,7 @@ class _Search:
 
 
 def _difference(
-    response: Response, where: _Search, groups: list[list[int]], members: Sequence[int]
+    response: Response, where: _Bisection, groups: list[list[int]], members: Sequence[int]
 ) -> CorruptionError:
     groups.sort(key=len, reverse=True)
     total = sum(map(len, groups))

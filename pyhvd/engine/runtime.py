@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,45 +29,33 @@ import msgspec
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend
 from pyhvd.config import Config
-from pyhvd.controller import Coordinator, Worker
+from pyhvd.controller import Coordinator, Node, Worker
 from pyhvd.engine.autotuner import Tuner, tuning_of
 from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
-from pyhvd.engine.shutdown import GOODBYE, ShutdownBarrier
+from pyhvd.engine.rounds import RoundKeeper
+from pyhvd.engine.shutdown import ShutdownBarrier, end_early
 from pyhvd.engine.watchdog import ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
 from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
-from pyhvd.negotiation.leader import Leader
+from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
-    MergedList,
-    OutOfBand,
-    RelayedList,
     Request,
-    RequestList,
     Response,
     ResponseList,
+    StackReport,
+    StackRequest,
+    StillInRound,
     StillWaiting,
     TimelineOrder,
     Tuning,
-    decode_merged,
-    decode_out_of_band,
-    decode_relayed,
-    decode_requests,
-    decode_responses,
-    encode,
-    encode_out_of_band,
-    is_out_of_band,
-    iter_bits,
-    pack_ranks,
-    unpack_ranks,
 )
 from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
-from pyhvd.observe.host_meter import HostMeter
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
@@ -75,163 +63,10 @@ from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.fabric import Fabric
 
 if TYPE_CHECKING:
-    from pyhvd.transport.control import ControlTransport, Sending
+    from pyhvd.engine.fast_path import FastPathAdapter
+    from pyhvd.transport.control import ControlTransport
 
 _log = logging.getLogger("pyhvd")
-
-_LAST_LIST_SECONDS = 0.2
-"""Time limit (s) for the delivery of the last list, whose receiver may be dead or stopped."""
-
-
-class NoFastPath:
-    """A fast path that is off: every call goes by message.
-
-    :class:`pyhvd.engine.fast_path.FastPathAdapter` overrides each method for a fast path that exists.
-
-    Attributes
-    ----------
-    across : bool
-        Whether the ranks are on several hosts.
-    holds_back : bool
-        Whether a request is held back: look again soon.
-    """
-
-    across = False
-    holds_back = False
-
-    def open_set(self, set_id: int, backend: HostBackend) -> None:
-        """Let a process set's allreduces use the fast path, if its ranks share a window."""
-
-    def close_set(self, set_id: int) -> list[TensorEntry]:  # noqa: ARG002
-        """Forget a process set; return its tensors in flight."""
-        return []
-
-    def close(self, stuck: bool = False) -> list[TensorEntry]:  # noqa: ARG002
-        """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
-        return []
-
-    def forget(self, keep: bool = False) -> None:
-        """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
-
-    def look(self) -> tuple[list[str], bool, int]:
-        """Return the names in flight, whether a batch is running, and the position. From any thread."""
-        return [], False, 0
-
-    def flush(self) -> None:
-        """Mark held calls as ready: a thread waits."""
-
-    def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
-        """Return the requests to send."""
-        return fresh
-
-    def announce(self, number: int, ranks: int) -> bool:  # noqa: ARG002
-        """Give a list for these ranks its place in the ready log; return False if the log is full.
-
-        Number 0 is no list: only recalls and delegations become known to other hosts.
-        """
-        return True
-
-    def enter(self, number: int) -> bool:  # noqa: ARG002
-        """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
-        return True
-
-    def leave(self) -> None:
-        """Release the progress lock, if :meth:`enter` took it."""
-
-    def waiting(self, patience: float) -> dict[int, bytes]:  # noqa: ARG002
-        """Return, by process set, the slots that this rank marked so long (s) ago; rank 0 may not see it."""
-        return {}
-
-    def to_recall(self) -> dict[int, bytes]:
-        """Return, by process set, the slots that the coordinator must recall for what is held back; once."""
-        return {}
-
-    def tune(self, threshold: int, cycle: float) -> None:
-        """Use another fusion threshold (bytes) and cycle time (s)."""
-
-    def prepare(self, message: ResponseList) -> None:
-        """Take back the calls that a response list answers."""
-
-    def follow(self, todo: Iterable[Response]) -> None:
-        """Take back the calls whose cache slots a response list reassigns."""
-
-    def install(self, todo: Sequence[Response]) -> None:
-        """Accept the calls that a response list has put into the cache, once it is carried out."""
-
-
-class ResponseQueue:
-    """The response lists that this rank has yet to run, in order, and their delivery to the ranks below.
-
-    Only the runtime's thread uses it. A rank runs a list only after this list and all earlier lists have left
-    for all ranks below it. The reason: MPI does not progress a queued send while its sender waits outside
-    MPI, as in shared memory. The rank would wait for its peers in shared memory, and they for their list, or
-    for ranks that wait for an earlier list. The wait is finite because no rank waits for later lists: the
-    others can run all earlier lists, and then receive this one and pass it on.
-
-    Parameters
-    ----------
-    control : ControlTransport
-        Carries the lists down the tree.
-    """
-
-    def __init__(self, control: ControlTransport) -> None:
-        self._control = control
-        self._lists: deque[tuple[ResponseList, list[Sending], float]] = deque()
-        self._under_way: list[Sending] = []  # known sends, including those of lists for other ranks only
-
-    def hear(self, payload: bytes | bytearray) -> None:
-        """Append a list that has arrived from above, and pass it on."""
-        if not self._control.tree.children:
-            self._append(decode_responses(payload))
-            return
-        relayed = decode_relayed(payload)
-        audience = unpack_ranks(relayed.ranks)
-        self._pass_on(relayed.payload, audience)
-        if audience >> self._control.rank & 1:
-            self._append(decode_responses(relayed.payload))
-
-    def publish(self, responses: ResponseList, audience: int) -> None:
-        """Send a list to the ranks that it concerns, a bit vector; on rank 0, which may be one of them."""
-        self._pass_on(encode(responses), audience)
-        if audience >> self._control.rank & 1:
-            self._append(responses)
-
-    def _pass_on(self, payload: bytes, audience: int) -> None:
-        tree, send = self._control.tree, self._control.send
-        self._under_way = [sending for sending in self._under_way if not sending.gone()]
-        for child, below in tree.children.items():
-            ranks = below & audience
-            if ranks and child in tree.leaders:
-                relayed = RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), payload)
-                self._under_way.append(send(child, encode(relayed)))
-            elif ranks:
-                self._under_way.append(send(child, payload))
-
-    def _append(self, responses: ResponseList) -> None:
-        self._lists.append((responses, list(self._under_way), time.monotonic() + _LAST_LIST_SECONDS))
-
-    def has_ended(self) -> bool:
-        """Return whether the last list has arrived."""
-        return bool(self._lists) and self._lists[-1][0].stop is not None
-
-    def first(self) -> ResponseList | None:
-        """Return the next list if this rank may run it now."""
-        if not self._lists:
-            return None
-        responses, sendings, until = self._lists[0]
-        if all(sending.gone() for sending in sendings):
-            return responses
-        return responses if responses.stop is not None and time.monotonic() >= until else None
-
-    def pop(self) -> ResponseList:
-        """Remove and return the first list."""
-        return self._lists.popleft()[0]
-
-    def look_at(self) -> float | None:
-        """Return when to check the first list again without an event; None for never."""
-        if not self._lists or self._lists[0][0].stop is None or self.first() is not None:
-            return None
-        return self._lists[0][2]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,6 +81,8 @@ class RuntimeParts:
         The instruments to notify.
     recorder : Recorder
         Starts and stops timelines.
+    make_meter : callable
+        Returns the rank's counters, from the coordinator's stragglers on rank 0.
     fast_path : FastPath or None
         The fast path; the thread makes progress on it while no other thread waits, and sleeps on it.
     make_adapter : callable or None
@@ -254,21 +91,16 @@ class RuntimeParts:
         A context manager that the background thread enters; callbacks of handles run in it.
     tuner : Tuner or None
         The autotuner, on rank 0 of a tuned job; the runtime closes it.
-    between : HostMeter or None
-        Counts what crosses to other hosts.
-    generation : int or None
-        The generation of this rank, in an elastic job.
     """
 
     where: RankLocations
     hooks: Instruments
     recorder: Recorder
+    make_meter: Callable[[StragglerStats | None], Meter]
     fast_path: FastPath | None = None
-    make_adapter: Callable[[Worker, TensorQueue, Meter], NoFastPath] | None = None
+    make_adapter: Callable[[Worker, TensorQueue, Meter], FastPathAdapter] | None = None
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None
-    between: HostMeter | None = None
-    generation: int | None = None
 
 
 class Runtime:
@@ -300,72 +132,49 @@ class Runtime:
         parts: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config
-        fast_path = parts.fast_path
-        self._fit(parts)
+        self._tuner, self._where = parts.tuner, parts.where
+        self._hooks, self._recorder = parts.hooks, parts.recorder
+        self._surroundings = parts.surroundings
+        rank, size, fast_path = control.rank, control.size, parts.fast_path
+        if self._tuner is not None and fast_path is not None:
+            fast_path.measure(self._tuner.sampler)
         self.tuning = tuning_of(config)
-        self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, fast_path)
-        self._worker = Worker(control.rank, control.size, sets)
-        self._coordinator = (
-            Coordinator(control.size, config.cache_capacity, sets, fast_path) if control.rank == 0 else None
-        )
-        self._leader = Leader(control.tree.branch, self._worker.sets) if control.tree.merges else None
-        self.meter = self._make_meter(parts)
-        self._fast_path = NoFastPath()
-        if parts.make_adapter is not None:
-            self._fast_path = parts.make_adapter(self._worker, self._queue, self.meter)
+        self.queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, fast_path)
+        worker = Worker(rank, size, sets)
+        coordinator = None if rank else Coordinator(size, config.cache_capacity, sets, fast_path)
+        self.meter = parts.make_meter(None if coordinator is None else coordinator.stragglers)
         self._hangs = make_reporter(
-            config, self._where, control.send, self._coordinator, fast_path is not None, self.meter
+            config, self._where, control.send, coordinator, fast_path is not None, self.meter
         )
+        self._rounds = None if coordinator is None else RoundKeeper(coordinator, self._where, control.send)
+        self._node = Node(
+            control.tree, worker, coordinator, control.send,
+            self._announce, self._take_aside, self._hooks,
+        )  # fmt: skip
+        self._fast_path: FastPathAdapter | None = None
+        if parts.make_adapter is not None:
+            self._fast_path = parts.make_adapter(worker, self.queue, self.meter)
         self._executor = Executor(
-            control.rank,
-            self._queue,
-            backends,
-            self._worker.sets,
-            make_backend,
-            self.meter,
-            self._where.places,
-            self._fast_path.open_set,
-            self._fast_path.close_set,
-            self._hooks,
-            config,
-        )
-        self._recorder.members = self._worker.sets
+            rank, self.queue, backends, worker.sets, make_backend, self.meter, self._where.places,
+            self._fast_path, self._hooks, config,
+        )  # fmt: skip
+        self._recorder.members = worker.sets
         self._shutdown_barrier = ShutdownBarrier(control)
-        self._outgoing: ResponseList | None = None
-        self._lists = ResponseQueue(control)
         self._abandoned = self.broken = False
         # Any thread writes it before wake(); the runtime's thread reads it after it has woken.
         self._stop: ErrorInfo | None = None
+        # Any thread appends before wake(); the runtime's thread takes them after it has woken.
+        self._long_rounds: deque[StillInRound] = deque()
         self._stop_sent = self._recalls_due = False
         self._waiting_due = 0.0
         # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
-        self._probe = ProgressProbe(
-            self._where, self._queue, self._executor, self._fast_path.look, self._recorder
-        )
-        self._watch = make_watch(config, control.rank, self._probe, self._give_up)
+        self._probe = ProgressProbe(self._where, self.queue, self._executor, self._fast_path, self._recorder)
+        self._watch = make_watch(config, rank, self._probe, self._give_up)
         self.ended: HorovodInternalError | None = None
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
-
-    def _make_meter(self, parts: RuntimeParts) -> Meter:
-        return Meter(
-            self._control.rank,
-            self._control.size,
-            self._config.metrics_timed,
-            parts.fast_path,
-            self._coordinator.stragglers if self._coordinator is not None else None,
-            parts.between,
-            parts.generation,
-        )
-
-    def _fit(self, parts: RuntimeParts) -> None:
-        self._tuner, self._where = parts.tuner, parts.where
-        self._hooks, self._recorder = parts.hooks, parts.recorder
-        self._surroundings = parts.surroundings
-        if parts.tuner is not None and parts.fast_path is not None:
-            parts.fast_path.measure(parts.tuner.sampler)
+        self._thread = threading.Thread(target=self._main, name=f"pyhvd-{rank}", daemon=True)
 
     # -- for any thread ------------------------------------------------------------------------------
 
@@ -379,11 +188,7 @@ class Runtime:
         """Submit the tensors of one call; see :meth:`pyhvd.queue.TensorQueue.add`."""
         if self._hooks.active:
             self._hooks.queued(entries)
-        self._queue.add(entries)
-
-    def check_joined(self, process_set: int, request: Request) -> None:
-        """See :meth:`pyhvd.queue.TensorQueue.check_joined`."""
-        self._queue.check_joined(process_set, request)
+        self.queue.add(entries)
 
     def record(self, order: TimelineOrder) -> None:
         """Start or stop a timeline on all ranks; return when this rank has. On rank 0 only."""
@@ -393,10 +198,6 @@ class Runtime:
         self._control.wake()
         future.result()
 
-    def announce(self, process_set: int, refusal: Request) -> None:
-        """Announce to the other ranks that this rank rejected a tensor."""
-        self._queue.announce(process_set, refusal)
-
     def flush(self) -> None:
         """Send the gathered submissions: a thread waits."""
         if threading.current_thread() is self._thread:
@@ -405,8 +206,14 @@ class Runtime:
             )
         if self.is_forked():
             raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
-        self._queue.flush()
-        self._fast_path.flush()
+        self.queue.flush()
+        if self._fast_path is not None:
+            self._fast_path.flush()
+
+    def tell_round(self, process_set: int, prefix: str) -> None:
+        """Tell rank 0 that a thread has long waited in the round of a backward pass."""
+        self._long_rounds.append(StillInRound(PROTOCOL_VERSION, process_set, prefix))
+        self._control.wake()
 
     def is_forked(self) -> bool:
         """Return whether this is a forked child of the rank, which has none of its threads."""
@@ -471,113 +278,93 @@ class Runtime:
                 self._carry_out(responses)
                 if responses.stop is not None:
                     return responses.stop
-                self._fast_path.leave()
+                if self._fast_path is not None:
+                    self._fast_path.leave()
             if not active:
                 self._sleep()
 
     def _communicate(self) -> bool:
         """Send new messages, take arrived ones; return whether there were any."""
         active = self._send_requests()
-        for source, payload in self._control.receive():
+        arrived = self._control.receive()
+        now = time.monotonic()
+        while self._long_rounds:
+            self._node.tell_rank_0(self._long_rounds.popleft(), now)
+        for source, payload in arrived:
             active = True
-            if not payload:
-                self._shutdown_barrier.hear(source)
-            elif is_out_of_band(payload):
-                self._take_out_of_band(source, decode_out_of_band(payload))
-            elif source == self._control.tree.parent:
-                self._lists.hear(payload)
+            if payload:
+                self._node.take(source, payload, now)
             else:
-                self._receive(source, self._decode(source, payload))
-        if self._leader is not None and self._leader.due is not None and time.monotonic() >= self._leader.due:
+                self._shutdown_barrier.hear(source)
+        if self._node.flush(time.monotonic()):
             active = True
-            self._control.send(self._control.tree.parent, encode(self._leader.flush()))
-        if self._coordinator is not None and self._outgoing is None:
-            if self._tuner is not None:
-                self._look_at_samples(self._tuner, self._coordinator)
-            if self._recorder.asked and (order := self._recorder.next_order()) is not None:
-                self._coordinator.order_timeline(order)
-            self._outgoing = self._coordinator.respond()
-        if self._outgoing is None:
+        coordinator = self._node.coordinator
+        if coordinator is None:
+            return active
+        if self._node.held is None:
+            self._give_orders(coordinator)
+        if self._node.respond(now):
+            return True
+        if self._node.held is None:
             self._announce_recalls()
-        return self._publish() or active
+        return active
+
+    def _give_orders(self, coordinator: Coordinator) -> None:
+        """Let the next list carry knobs, or an order about timelines, if there are new ones."""
+        if self._tuner is not None:
+            if (tuning := self._tuner.look()) is not None:
+                coordinator.tune(tuning)
+            elif self._tuner.done:
+                self._tuner.close()
+                self._tuner = None
+        if self._recorder.asked and (order := self._recorder.next_order()) is not None:
+            coordinator.order_timeline(order)
+
+    def _announce(self, number: int, ranks: int) -> bool:
+        return self._fast_path is None or self._fast_path.announce(number, ranks)
 
     def _announce_recalls(self) -> None:
         """Tell the other hosts which slots the coordinator has recalled, before the next list does."""
-        if self._coordinator is not None and self._fast_path.across:
+        if self._fast_path is not None and self._fast_path.across:
             self._recalls_due = not self._fast_path.announce(0, 0)
 
-    def _take_out_of_band(self, source: int, message: OutOfBand) -> None:
-        if not isinstance(message, StillWaiting):
+    def _take_aside(
+        self, source: int, message: StackRequest | StackReport | StillInRound, now: float
+    ) -> None:
+        if not isinstance(message, StillInRound):
             take_aside(message, source, self._where, self._hangs, self._control.send)
-        elif self._coordinator is not None:
-            self._coordinator.recall(message)
-
-    def _look_at_samples(self, tuner: Tuner, coordinator: Coordinator) -> None:
-        if (tuning := tuner.look()) is not None:
-            coordinator.tune(tuning)
-        elif tuner.done:
-            tuner.close()
-            self._tuner = None
-
-    def _decode(self, source: int, payload: bytes | bytearray) -> MergedList:
-        """Read a message from below."""
-        if source in self._control.tree.leaders:
-            return decode_merged(payload)
-        return MergedList.of(source, decode_requests(payload))
-
-    def _receive(self, source: int, message: MergedList) -> None:
-        """Take a message from below, or this rank's own: merge it, or give it to the coordinator."""
-        if self._leader is not None:
-            self._leader.take(source, message.parts, time.monotonic())
-        elif self._coordinator is not None:
-            if self._hooks.active:
-                for part in message.parts:
-                    requests = self._coordinator.requests_of(part.message)
-                    for rank in iter_bits(unpack_ranks(part.ranks)):
-                        self._hooks.requested(rank, requests)
-            self._coordinator.receive(message, time.monotonic())
-
-    def _send_up(self, message: RequestList) -> None:
-        """Send this rank's own message towards the coordinator."""
-        if self._leader is None and self._coordinator is None:
-            self._control.send(self._control.tree.parent, encode(message))
-        else:
-            self._receive(self._control.rank, MergedList.of(self._control.rank, message))
-
-    def _publish(self) -> bool:
-        """Send the coordinator's response list, at its place in the ready log."""
-        responses = self._outgoing
-        if responses is None or self._coordinator is None:
-            return False
-        audience = self._coordinator.audience(responses)
-        if not self._fast_path.announce(responses.seq, audience):
-            return False  # the log is full because a rank is far behind: try again later
-        self._outgoing = None
-        self._lists.publish(responses, audience)
-        return True
+        elif self._rounds is not None:
+            self._rounds.hear(message, now)
+        if isinstance(message, StackReport) and self._rounds is not None:
+            self._rounds.take(source, message, now)
 
     def _next_list(self) -> ResponseList | None:
         """Return the next response list if its turn has come."""
         if self._verdict is not None:
             raise self._verdict
-        if (responses := self._lists.first()) is None:
+        responses = self._node.first(time.monotonic())
+        if responses is None or (self._fast_path is not None and not self._fast_path.enter(responses.seq)):
             return None
-        return self._lists.pop() if self._fast_path.enter(responses.seq) else None
+        return self._node.pop()
 
     def _carry_out(self, responses: ResponseList) -> None:
         if responses.tuning is not None:
             self._tune(responses.tuning)
-        self._fast_path.prepare(responses)
-        todo = self._worker.process(responses)
+        fast_path, worker = self._fast_path, self._node.worker
+        if fast_path is not None:
+            fast_path.prepare(responses)
+        todo = worker.process(responses)
         if self._hooks.active:
             self._hooks.list_taken(responses.seq, todo)
-        self._fast_path.follow(todo)
+        if fast_path is not None:
+            fast_path.follow(todo)
         for batch in [todo] if len(todo) == 1 else self._plan(todo):
             self._executor.run(batch)
             if self._tuner is not None:
                 self._tuner.count(batch)
-        self._worker.carried_out()
-        self._fast_path.install(todo)
+        worker.carried_out()
+        if fast_path is not None:
+            fast_path.install(todo)
         if responses.timeline is not None:
             self._recorder.follow(responses.timeline, self._executor.fabric)
 
@@ -593,89 +380,82 @@ class Runtime:
             tuning = msgspec.structs.replace(tuning, cycle_time_ms=self._config.cycle_time_ms)
         self.tuning = tuning
         self._executor.resize(Pieces(tuning.chunk_size, tuning.staging_size))
-        self._queue.gather_for(tuning.cycle_time_ms / 1000)
-        self._fast_path.tune(tuning.fusion_threshold, tuning.cycle_time_ms / 1000)
+        self.queue.gather_for(tuning.cycle_time_ms / 1000)
+        if self._fast_path is not None:
+            self._fast_path.tune(tuning.fusion_threshold, tuning.cycle_time_ms / 1000)
         if self._tuner is not None:
             self._tuner.applied()
 
     def _send_requests(self) -> bool:
         stop = None if self._stop_sent else self._stop
-        fresh = self._fast_path.before_sending(self._queue.take(time.monotonic()))
+        fresh = self.queue.take(time.monotonic())
+        if self._fast_path is not None:
+            fresh = self._fast_path.before_sending(fresh)
         for process_set, request in fresh:
             if request.error:
-                self._queue.refusal_sent(process_set, request.name)
+                self.queue.refusal_sent(process_set, request.name)
         fresh = [each for each in fresh if self._is_known(*each)]
-        if slots := self._fast_path.to_recall():
-            self._have_recalled(slots)
+        if self._fast_path is not None and (slots := self._fast_path.to_recall()):
+            self._node.tell_rank_0(StillWaiting(PROTOCOL_VERSION, slots), time.monotonic())
         if not fresh and stop is None:
             return False
         self._stop_sent = self._stop_sent or stop is not None
-        message = self._worker.compose(fresh, stop, self._queue.site_of)
+        message = self._node.worker.compose(fresh, stop, self.queue.site_of)
         if now := self.meter.sent(message):
-            self._queue.stamp([(set_id, request.name) for set_id, request in fresh], now)
-        self._send_up(message)
+            self.queue.stamp([(set_id, request.name) for set_id, request in fresh], now)
+        self._node.submit(message, time.monotonic())
         return True
-
-    def _have_recalled(self, slots: dict[int, bytes]) -> None:
-        """Let the ranks submit by message the tensors of these slots, by process set."""
-        message = StillWaiting(PROTOCOL_VERSION, slots)
-        if self._coordinator is not None:
-            self._coordinator.recall(message)
-        else:
-            self._control.send(0, encode_out_of_band(message))
 
     def _is_known(self, process_set: int, request: Request) -> bool:
         """Return whether a set still exists; a thread may submit to a set during its removal."""
-        if process_set in self._worker.sets:
+        if process_set in self._node.worker.sets:
             return True
-        if not request.error and (entry := self._queue.pop(process_set, request.name)) is not None:
+        if not request.error and (entry := self.queue.pop(process_set, request.name)) is not None:
             text = f"{request.name!r}: process set {process_set} has been removed"
             entry.done(None, ShutDownError(text))
         return False
 
     def _sleep(self) -> None:
-        due = self._queue.sleep_until()
+        due = self.queue.sleep_until()
         now = time.monotonic()
         look = self._inspect(now)
-        again = self._outgoing is not None or self._recalls_due or self._fast_path.holds_back
+        again = self._node.held is not None or self._recalls_due
+        again = again or (self._fast_path is not None and self._fast_path.holds_back)
         retry = now + 1e-3 if again else None
         drain = self._executor.look(now)
-        merged = self._leader.due if self._leader is not None else None
-        times = [
-            t
-            for t in (due, look, retry, drain, merged, self._lists.look_at(), self._tell_waiting(now))
-            if t is not None
-        ]
-        until = min(times, default=math.inf)
+        times = (due, look, retry, drain, self._node.due(now), self._tell_waiting(now))
+        until = min((each for each in times if each is not None), default=math.inf)
         if until > now:
             self._control.wait(until - now if until < math.inf else None)
             woken = time.monotonic()
             if self._hangs is not None and woken - until > self._hangs.oversleep:
                 self._hangs.resumed(woken)
-        self._queue.awake()
+        self.queue.awake()
 
     def _tell_waiting(self, now: float) -> float | None:
         """Tell rank 0 of cached tensors that wait for long; return the time of the next look."""
         period = self._config.stall_check_time_seconds / 2
-        unused = self._coordinator is not None or not self._fast_path.across
-        if unused or not period or self._config.stall_check_disable:
+        fast_path = self._fast_path
+        if self._node.coordinator is not None or fast_path is None or not fast_path.across:
+            return None
+        if not period or self._config.stall_check_disable:
             return None
         if now >= self._waiting_due:
             self._waiting_due = now + period
-            if slots := self._fast_path.waiting(period):
-                self._have_recalled(slots)
+            if slots := fast_path.waiting(period):
+                self._node.tell_rank_0(StillWaiting(PROTOCOL_VERSION, slots), now)
         return self._waiting_due
 
     def _inspect(self, now: float) -> float | None:
         """Look for stalled tensors if a look is due; return the time of the next look."""
-        if self._coordinator is None or self._hangs is None:
+        if self._hangs is None:
             return None
         if now < self._hangs.due:
             return self._hangs.due
         look, error = self._hangs.inspect(now)
         self._announce_recalls()
         if error is not None:
-            self._coordinator.receive(MergedList.of(0, self._worker.compose([], error)), now)
+            self._node.stop(error, now)
         return look
 
     # -- for the watchdog -------------------------------------------------------------------------------
@@ -690,13 +470,8 @@ class Runtime:
         self._abandoned = self.broken = True
         self.ended = error
         _log.error("rank %d: %s", self._control.rank, error)
-        # The thread may still complete them later; the first completion counts.
-        left = [*self._executor.running, *self._queue.close(error), *self._fast_path.close(stuck=True)]
-        for entry in left:
-            if entry is not None:
-                entry.done(None, error)
+        self._fail_all(error, stuck=True)
         self._recorder.abandon(error)
-        self._fast_path.forget(keep=True)
         self._over.set()
 
     # -- shutdown -------------------------------------------------------------------------------------
@@ -706,9 +481,18 @@ class Runtime:
         if self._tuner is not None:
             self._tuner.close()
         self._recorder.close(error)
-        for entry in [*self._queue.close(error), *self._fast_path.close()]:
-            entry.done(None, error)
-        self._fast_path.forget()
+        self._fail_all(error)
+
+    def _fail_all(self, error: HorovodInternalError, *, stuck: bool = False) -> None:
+        """Fail all tensors in flight. ``stuck``: the thread may still complete some; the first end counts."""
+        left = [*(self._executor.running if stuck else ()), *self.queue.close(error)]
+        if self._fast_path is not None:
+            left += self._fast_path.close(stuck)
+        for entry in left:
+            if entry is not None:
+                entry.done(None, error)
+        if self._fast_path is not None:
+            self._fast_path.forget(keep=stuck)
 
     def _break(self, exc: BaseException) -> None:
         """Announce that this thread has failed, to all callers and ranks that can be reached."""
@@ -726,32 +510,6 @@ class Runtime:
         if first:
             _log.error("rank %d: %s", rank, error, exc_info=None if self._verdict is not None else exc)
         with contextlib.suppress(Exception):
-            self._send_up(RequestList(PROTOCOL_VERSION, 0, stop=info))
-            if self._coordinator is not None:
-                self._publish_end(self._coordinator)
-            else:
-                self._pass_on_end()
-                self._control.send(self._control.tree.parent, GOODBYE)
-            self._control.drain(1.0)
+            end_early(self._control, self._node, info)
         self._end(error)
         self._recorder.finish(None)
-
-    def _pass_on_end(self) -> None:
-        """Pass lists on to the ranks below until the last one, for a short time only."""
-        if self._leader is not None:
-            self._control.send(self._control.tree.parent, encode(self._leader.flush()))
-        until = time.monotonic() + 1.0
-        while self._leader is not None and not self._lists.has_ended() and time.monotonic() < until:
-            for source, payload in self._control.receive():
-                if payload and source == self._control.tree.parent and not is_out_of_band(payload):
-                    self._lists.hear(payload)
-            self._control.wait(0.01)
-
-    def _publish_end(self, coordinator: Coordinator) -> None:
-        """Send the lists that were held back, then the last one; each at its place in the ready log."""
-        until = time.monotonic() + 1.0
-        for _ in range(2):
-            if self._outgoing is None:
-                self._outgoing = coordinator.respond()
-            while self._outgoing is not None and not self._publish() and time.monotonic() < until:
-                time.sleep(1e-3)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pyhvd.config import Config
 from pyhvd.engine.executor import Executor
@@ -27,6 +28,9 @@ from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
 from pyhvd.queue import TensorQueue
+
+if TYPE_CHECKING:
+    from pyhvd.engine.fast_path import FastPathAdapter
 
 GRACE_SECONDS = 1.0 + ANSWER_SECONDS
 """Seconds by which a rank gives up later than rank 0, besides half of the shutdown time."""
@@ -144,8 +148,8 @@ class ProgressProbe:
         Tensors that go by message.
     executor : Executor
         The running batch.
-    look_at_fast_path : callable
-        Returns the names in flight there, whether a batch is running, and its position.
+    fast_path : FastPathAdapter or None
+        Tensors in flight there, and the batch that is running.
     recorder : Recorder
         Starts and stops of timelines, which are collective.
     """
@@ -155,13 +159,13 @@ class ProgressProbe:
         where: RankLocations,
         queue: TensorQueue,
         executor: Executor,
-        look_at_fast_path: Callable[[], tuple[list[str], bool, int]],
+        fast_path: FastPathAdapter | None,
         recorder: Recorder,
     ) -> None:
         self._where = where
         self._queue = queue
         self._executor = executor
-        self._look_at_fast_path = look_at_fast_path
+        self._fast_path = fast_path
         self._recorder = recorder
 
     def look(self) -> tuple[bool, Hashable]:
@@ -172,6 +176,9 @@ class ProgressProbe:
         waiting = bool(names or on_lane or self._executor.running or self._recorder.busy)
         waiting = waiting or (joins and self._where.states([0])[0].is_lost)
         return waiting, (self._executor.ended, position)
+
+    def _look_at_fast_path(self) -> tuple[list[str], bool, int]:
+        return ([], False, 0) if self._fast_path is None else self._fast_path.look()
 
     def warn(self, passed: float) -> None:
         """Warn that a collective does not end; the hang report covers missing submissions."""

@@ -16,7 +16,12 @@ from pyhvd.job.messages import Beat, FromAgent, FromDriver, Member, decode_from_
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, listen
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
-_BEAT_S = 1.0
+BEAT_S = 1.0
+"""Between two beats of the driver, and of an agent."""
+ELASTIC_BEAT_S = 0.5
+"""Between two beats of an agent of an elastic job."""
+DRIVER_SILENT_S = 20.0
+"""A lost driver is silent. This is long enough for a suspended driver to find its ranks again."""
 # An agent that misses five beats is frozen, cut off, or without power.
 # Those of elastic jobs beat twice as often.
 SILENT_S = 5.0
@@ -104,7 +109,7 @@ class ConnectionServer:
             self._silent_since = now  # this process was stopped: the peers may have been speaking
         beat = now >= self._next_beat
         if beat:
-            self._next_beat = now + _BEAT_S
+            self._next_beat = now + BEAT_S
         for peer in list(self.peers):
             if beat and peer.member is not None:
                 peer.send(Beat())

@@ -25,5 +25,28 @@ class StartTimeoutError(LaunchError):
         self.missing = list(missing)
 
 
+class RankError(Exception):
+    """A rank or a host failed, and ended the job; `code` is the exit code, 1 to 255.
+
+    `exception` is the pickled exception of the rank's function, as far as it could be sent.
+    """
+
+    def __init__(self, text: str, code: int, rank: int = -1, host: str = "", traceback: str = "") -> None:
+        super().__init__(text)
+        self.code = code
+        self.rank = rank
+        self.host = host
+        self.traceback = traceback
+        self.exception = b""
+
+
+class Interrupted(Exception):
+    """A signal ended the job; the text says where the ranks were, if one of them did."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.number = number
+
+
 class UnsupportedLauncherError(ValueError):
     """The chosen launcher cannot start the ranks; the text names one that can."""

@@ -1,17 +1,13 @@
-"""What a host has for its ranks, and what it lacks. The driver compares, as it knows the job."""
+"""What a host lacks for its ranks. The driver compares, as it knows the job."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
 import time
 
-from pyhvd import __version__
-from pyhvd.job.errors import LaunchError
-from pyhvd.job.interfaces import describe_network
+from pyhvd._version import __version__
 from pyhvd.job.messages import Facts, Hello
-from pyhvd.job.mpi.flavour import Flavour, find_library
+from pyhvd.job.spec import DIRECTORY, PYTHON, NameOf, flag_of
 
 
 def hello() -> Hello:
@@ -19,31 +15,7 @@ def hello() -> Hello:
     return Hello(__version__, ".".join(map(str, sys.version_info[:3])), time.time())
 
 
-def gather(directory: str, script: str, library: Flavour | None = None) -> Facts:
-    """Return what this host has for ranks that run in a directory, and read a script relative to it.
-
-    `library` is its MPI, if that is known.
-    """
-    try:
-        library = library or find_library()
-    except LaunchError as exc:
-        family, name = "", str(exc)
-    else:
-        family, name = library.family, library.name
-    has_directory = os.path.isdir(directory) and os.access(directory, os.X_OK)
-    digest = _digest(os.path.join(directory, script)) if script else ""
-    return Facts(family, name, has_directory, digest, describe_network())
-
-
-def _digest(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return ""
-
-
-def version_problem(own: Hello, other: Hello) -> str:
+def version_problem(own: Hello, other: Hello, name_of: NameOf = flag_of) -> str:
     """Return what is wrong with a host's software, and the remedy; empty if nothing is."""
     if own.pyhvd != other.pyhvd:
         return (
@@ -53,12 +25,12 @@ def version_problem(own: Hello, other: Hello) -> str:
     if own.python.rpartition(".")[0] != other.python.rpartition(".")[0]:
         return (
             f"it has Python {other.python}, the launcher has {own.python}: give the path of the same Python"
-            " with --python"
+            f" with {name_of(PYTHON)}"
         )
     return ""
 
 
-def problem(own: Facts, other: Facts, directory: str, script: str) -> str:
+def problem(own: Facts, other: Facts, directory: str, script: str, name_of: NameOf = flag_of) -> str:
     """Return what a host lacks, and the remedy; empty if it lacks nothing."""
     if not other.mpi:
         return other.mpi_name
@@ -70,7 +42,7 @@ def problem(own: Facts, other: Facts, directory: str, script: str) -> str:
     if not other.has_directory:
         return (
             f"there is no directory {directory}, or it is closed to this user: make it there, share it, or"
-            " name another with --chdir"
+            f" name another with {name_of(DIRECTORY)}"
         )
     if script and not other.script:
         return f"there is no script {script} in {directory}: copy it there, or share the directory"

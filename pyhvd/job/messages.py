@@ -11,7 +11,6 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from pyhvd.job.process.exit_report import ExitReport
-from pyhvd.job.store import StoreOrder
 from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError
 
 PART = MAX_RECORD - 4096
@@ -25,6 +24,30 @@ TOKEN = 16
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN, max_length=TOKEN)]
 RESULT_CREDIT = 1 << 22
 """Most bytes of a rank's result that its agent has sent and the driver has not received."""
+
+
+class StoreOrder(msgspec.Struct, frozen=True):
+    """Where the commits of a job are stored.
+
+    Attributes
+    ----------
+    url : str
+        The folder, as fsspec names it.
+    job : str
+        Letters and digits that tell jobs apart.
+    key : bytes
+        The job's secret, by which it knows its own commits.
+    every : int
+        Each commit of so many is stored; those that ranks wait for are stored in any case.
+    env : list of (bytes, bytes)
+        Variables that file systems read, such as credentials.
+    """
+
+    url: str
+    job: str
+    key: bytes
+    every: int = 1
+    env: list[tuple[bytes, bytes]] = []
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +131,7 @@ class Interface(msgspec.Struct, frozen=True, array_like=True):
     bridge: bool = False
 
 
-class Network(msgspec.Struct, frozen=True):
+class HostNetwork(msgspec.Struct, frozen=True):
     """How a host is connected.
 
     Attributes
@@ -139,7 +162,7 @@ class Facts(msgspec.Struct, frozen=True):
         Whether the ranks can enter their directory.
     script : str
         SHA-256 of the script's file; empty if there is none.
-    network : Network
+    network : HostNetwork
         Its network interfaces.
     """
 
@@ -147,7 +170,7 @@ class Facts(msgspec.Struct, frozen=True):
     mpi_name: str
     has_directory: bool
     script: str
-    network: Network = msgspec.field(default_factory=Network)
+    network: HostNetwork = msgspec.field(default_factory=HostNetwork)
 
 
 class Member(msgspec.Struct, frozen=True, tag=True):
@@ -236,7 +259,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     defaults: dict[str, str] = {}
 
 
-class Code(msgspec.Struct, frozen=True, tag=True):
+class CodePart(msgspec.Struct, frozen=True, tag=True):
     """Driver to agent: the next part of what its ranks run, such as a pickled function with its arguments."""
 
     part: bytes
@@ -298,7 +321,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exception: bytes = b""
 
 
-class Result(msgspec.Struct, frozen=True, tag=True):
+class ResultPart(msgspec.Struct, frozen=True, tag=True):
     """Agent to driver: the next part of what a rank's function returned, pickled; the last before Ended."""
 
     rank: int
@@ -436,7 +459,7 @@ FromAgent = (
     | EnteringInit
     | Failed
     | Ended
-    | Result
+    | ResultPart
     | Beat
     | RankProxy
     | DaemonOutput
@@ -452,7 +475,7 @@ FromDriver = (
     | Prepare
     | Listen
     | Dial
-    | Code
+    | CodePart
     | Input
     | Start
     | Pmi

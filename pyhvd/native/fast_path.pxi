@@ -312,13 +312,13 @@ cdef class FastPath(ReadyTableEnd):
 
     # -- the background thread -------------------------------------------------------------------------
 
-    def doze(self, timeout):
+    def sleep(self, timeout):
         """Sleep, flush and make progress; return the reasons of a wake-up, or 0 after ``timeout`` seconds."""
         cdef int64_t ns = -1 if timeout is None or timeout > 1e9 else <int64_t>(max(timeout, 0.0) * 1e9)
         cdef uint32_t reasons
         self.background_thread = PyThread_get_thread_ident()
         with nogil:
-            reasons = pyhvd_fast_path_doze(&self.c, ns)
+            reasons = pyhvd_fast_path_sleep(&self.c, ns)
         if reasons & PYHVD_WAKE_DONE:
             self._run_callbacks()
         return reasons
@@ -338,7 +338,7 @@ cdef class FastPath(ReadyTableEnd):
         with nogil:
             pyhvd_fast_path_leave(&self.c)
 
-    def shut(self, bint entered):
+    def end(self, bint entered):
         """Let no thread submit or wait here any longer; return once no other thread uses the windows.
 
         ``entered`` says whether the caller has entered, and not left.
@@ -347,9 +347,9 @@ cdef class FastPath(ReadyTableEnd):
         self.closed = True
         pthread_mutex_unlock(&self.c.submissions.mutex)
         with nogil:
-            pyhvd_fast_path_shut(&self.c)
+            pyhvd_fast_path_end(&self.c)
             if not entered:
-                pyhvd_fast_path_seize(&self.c)
+                pyhvd_fast_path_keep_lock(&self.c)
 
     def note(self):
         """Return the note of the rank that aborted a window, once this rank has found it aborted; or None."""

@@ -162,23 +162,31 @@ cdef class Handle:
         cdef int64_t now = began
         cdef int64_t until = began + left
         cdef int status
+        cdef bint is_long = False
         cdef bint on_background = PyThread_get_thread_ident() == path.background_thread
         if on_background or path.entries or path.generation != _generation:
             path.prepare_wait()
-        while True:
-            slice = PYHVD_NAP if left < 0 or left > PYHVD_NAP else left
-            with nogil:
-                status = pyhvd_fast_path_wait(&path.c, &self.call.c, self.turn, now, slice)
-            if status == PYHVD_DONE:
-                pyhvd_fast_path_waited(&path.c, began)
-                self._end()
-                return True
-            PyErr_CheckSignals()
-            if left >= 0:
-                left = until - pyhvd_now()  # a closed path returns at once
-                if left <= 0:
+        try:
+            while True:
+                slice = PYHVD_NAP if left < 0 or left > PYHVD_NAP else left
+                with nogil:
+                    status = pyhvd_fast_path_wait(&path.c, &self.call.c, self.turn, now, slice)
+                if status == PYHVD_DONE:
                     pyhvd_fast_path_waited(&path.c, began)
-                    return False
-            if status == PYHVD_CLOSED:
-                time.sleep(1e-3)  # the background thread is about to end this call with an error
-            now = pyhvd_now()
+                    self._end()
+                    return True
+                PyErr_CheckSignals()
+                if left >= 0:
+                    left = until - pyhvd_now()  # a closed path returns at once
+                    if left <= 0:
+                        pyhvd_fast_path_waited(&path.c, began)
+                        return False
+                if status == PYHVD_CLOSED:
+                    time.sleep(1e-3)  # the background thread is about to end this call with an error
+                if not is_long:
+                    is_long = True
+                    pyhvd_fast_path_wait_longer(&path.c, 1)
+                now = pyhvd_now()
+        finally:
+            if is_long:
+                pyhvd_fast_path_wait_longer(&path.c, -1)

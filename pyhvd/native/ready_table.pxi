@@ -32,7 +32,7 @@ cdef class ReadyTableEnd:
         """Return whether the ranks of a process set can agree in the table."""
         return set_id < SETS and (self.agreement is None or self.agreement.serves(ranks))
 
-    def seize(self):
+    def keep_lock(self):
         """Take the table's lock and keep it, like a rank that was stopped while it held it. For tests."""
         with nogil:
             pyhvd_ready_table_lock(&self.c.setup.table, 1_000_000_000)
@@ -261,6 +261,10 @@ cdef class ReadyTableEnd:
         if self.agreement is not None:
             with nogil:
                 pyhvd_agreement_leave(&self.c.setup.table)
+
+    def has_long_waits(self):
+        """Return whether a thread has waited for some 0.1 s and still does. From any thread."""
+        return pyhvd_fast_path_long_waits(&self.c) != 0
 
     def is_running(self):
         """Return whether a batch is being carried out. From any thread."""

@@ -158,7 +158,7 @@ cdef extern from "window/window.h" nogil:
     const uint8_t* pyhvd_window_note(const pyhvd_window* w, size_t* bytes)
 
 
-cdef extern from "window/exchange.h" nogil:
+cdef extern from "exchange/exchange.h" nogil:
     cpdef enum:
         MAX_HOSTS "PYHVD_MAX_HOSTS"
 
@@ -186,7 +186,7 @@ cdef extern from "common/sampler.h" nogil:
     bint pyhvd_sampler_has_ended(const pyhvd_sampler* m)
 
 
-cdef extern from "fast_path/host_order.h" nogil:
+cdef extern from "agreement/host_order.h" nogil:
     ctypedef struct pyhvd_host_order:
         pass
 
@@ -225,7 +225,7 @@ cdef extern from "fast_path/host_order.h" nogil:
     )
 
 
-cdef extern from "fast_path/host_tree.h" nogil:
+cdef extern from "agreement/host_tree.h" nogil:
     ctypedef struct pyhvd_host_tree:
         uint32_t host
         uint32_t hosts
@@ -254,7 +254,7 @@ cdef extern from "fast_path/host_tree.h" nogil:
     )
 
 
-cdef extern from "fast_path/agreement.h" nogil:
+cdef extern from "agreement/agreement.h" nogil:
     int PYHVD_CLOSED_BY_PEER
 
     ctypedef struct pyhvd_peer_host:
@@ -281,7 +281,7 @@ cdef extern from "fast_path/agreement.h" nogil:
     void pyhvd_agreement_clear(pyhvd_agreement* a, uint32_t slots)
 
 
-cdef extern from "fast_path/ready_table.h" nogil:
+cdef extern from "agreement/ready_table.h" nogil:
     enum:
         PYHVD_BATCH
         PYHVD_LATER
@@ -332,7 +332,7 @@ cdef extern from "fast_path/ready_table.h" nogil:
     uint64_t pyhvd_ready_table_position(const pyhvd_ready_table* t)
 
 
-cdef extern from "fast_path/agreement.h" nogil:
+cdef extern from "agreement/agreement.h" nogil:
     void pyhvd_agreement_read(pyhvd_ready_table* t, uint32_t set, uint64_t* announced)
     int pyhvd_agreement_announce_list(pyhvd_ready_table* t, const pyhvd_order_list* announced)
     void pyhvd_agreement_ring(pyhvd_ready_table* t, uint32_t host, uint32_t local_rank)
@@ -434,13 +434,15 @@ cdef extern from "fast_path/progress.h" nogil:
     void pyhvd_fast_path_offer_core(pyhvd_fast_path* path)
     bint pyhvd_call_finished(const pyhvd_call* call, uint64_t turn)
     bint pyhvd_call_notify(pyhvd_call* call, uint64_t turn)
-    uint32_t pyhvd_fast_path_doze(pyhvd_fast_path* path, int64_t ns)
+    uint32_t pyhvd_fast_path_sleep(pyhvd_fast_path* path, int64_t ns)
     int pyhvd_fast_path_announce(pyhvd_fast_path* path, uint64_t number, const pyhvd_ranks* audience)
     int pyhvd_fast_path_enter(pyhvd_fast_path* path, uint64_t number)
     void pyhvd_fast_path_leave(pyhvd_fast_path* path)
-    void pyhvd_fast_path_shut(pyhvd_fast_path* path)
-    void pyhvd_fast_path_seize(pyhvd_fast_path* path)
+    void pyhvd_fast_path_end(pyhvd_fast_path* path)
+    void pyhvd_fast_path_keep_lock(pyhvd_fast_path* path)
     int pyhvd_fast_path_is_running(pyhvd_fast_path* path)
+    void pyhvd_fast_path_wait_longer(pyhvd_fast_path* path, int change)
+    uint32_t pyhvd_fast_path_long_waits(pyhvd_fast_path* path)
     uint32_t pyhvd_fast_path_aborted(pyhvd_fast_path* path)
 
 

@@ -123,6 +123,8 @@ cdef Handle submit_one(CachedCall call, object tensor, bint inplace, bint ring):
     addresses[1] = addresses[0]
     if not inplace:
         target = call.empty_like(0, <PyObject*>tensor, &addresses[1])
+        if target is None:
+            return None
     elif not PyArray_CheckExact(<PyObject*>tensor):
         (<TensorType>_tensor_types[type(tensor)]).note_changes([tensor])
     return call.hold(tensor, target, addresses, ring)
@@ -138,6 +140,7 @@ cdef Handle submit_group(CachedCall call, object tensors, bint inplace, bint rin
     cdef Py_ssize_t index
     cdef PyObject* tensor
     cdef int64_t* addresses
+    cdef object made
     if n != call.c.slots.n:  # another thread may have changed the list
         return None
     addresses = <int64_t*>PyMem_Malloc(2 * n * sizeof(int64_t))
@@ -157,7 +160,10 @@ cdef Handle submit_group(CachedCall call, object tensors, bint inplace, bint rin
             if inplace and not PyArray_CheckExact(tensor):
                 written.append(<object>tensor)
             if not inplace:
-                target.append(call.empty_like(k, tensor, &addresses[n + index]))
+                made = call.empty_like(k, tensor, &addresses[n + index])
+                if made is None:
+                    return None
+                target.append(made)
         if written:
             (<TensorType>_tensor_types[type(written[0])]).note_changes(written)
         return call.hold(source, target, addresses, ring)

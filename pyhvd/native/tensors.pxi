@@ -67,15 +67,18 @@ cdef class TensorType:
 
     cdef object library
     cdef object note_changes
+    cdef dict forward_mode
     cdef DLFunctions* functions  # NULL: the library has none
 
     cdef bint look(self, PyObject* tensor, DLTensor* seen, int64_t* shape, int64_t* strides) except -1:
         """Read a tensor in host memory; ``shape`` and ``strides`` have room for 32 dimensions.
 
-        Return False if another tensor is needed, such as a conjugated one.
+        Return False if another tensor is needed, such as a conjugated one, or if it may have a tangent.
         """
         cdef object described
         cdef Py_ssize_t d
+        if <int>self.forward_mode.get("_current_level", -1) >= 0:
+            return False
         if self.functions != NULL:
             if self.functions.look(tensor, seen) < 0:
                 PyErr_Clear()
@@ -132,13 +135,15 @@ cdef class TensorType:
         return True
 
     cdef object empty_like(self, CachedTensor cached, PyObject* tensor, int64_t* address):
-        """Return a new tensor, and store its address."""
+        """Return a new tensor, and store its address; return None if it must be made elsewhere."""
         cdef DLTensor like
         cdef DLManagedTensor* made = NULL
         cdef PyObject* given = NULL
         cdef object result
         if self.functions == NULL or cached.layout:
             result = self.library.make_like(<object>tensor, cached.layout)
+            if result is None:
+                return None
             address[0] = <int64_t>result.data_ptr()
             return result
         memset(&like, 0, sizeof(like))
@@ -147,7 +152,8 @@ cdef class TensorType:
         like.dtype = DLDataType(DL_TYPES[cached.code][0], DL_TYPES[cached.code][1], 1)
         like.shape = <int64_t*>cached.dims
         if self.functions.allocate(&like, &made, NULL, &_no_memory) < 0:
-            raise MemoryError(f"no memory for a result of shape {cached.request.shape}")
+            PyErr_Clear()
+            return None
         address[0] = <int64_t>made.tensor.data + <int64_t>made.tensor.byte_offset
         if self.functions.give(made, <void**>&given) < 0:
             raise
@@ -157,7 +163,7 @@ cdef class TensorType:
 
 
 cdef void _no_memory(void* context, const char* kind, const char* message) noexcept:
-    """Say nothing: the caller raises the error."""
+    """Say nothing: the call goes by message, which says why there is none."""
 
 
 cdef dict _tensor_types = {}
@@ -177,6 +183,7 @@ def know_tensor_types(types, capsule, library):
     """
     cdef TensorType known = TensorType.__new__(TensorType)
     known.library, known.note_changes = library, library.note_changes
+    known.forward_mode = library.forward_mode
     if capsule is not None:
         known.functions = <DLFunctions*>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
         if known.functions.version.major != 1 or known.functions.look == NULL:

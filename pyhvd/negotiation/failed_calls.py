@@ -32,8 +32,10 @@ class FailedCall:
     ----------
     error : ErrorInfo
         The cause.
-    waiting : dict of int to int
-        By rank that has yet to submit tensors of the call: their number, or -1 if it has submitted none yet.
+    unheard : set of int
+        The ranks that have submitted no tensor of the call yet, and will.
+    left : dict of int to int
+        By rank that has submitted some tensors of the grouped call: how many it has yet to submit.
     origin : str
         The tensor that the error names; empty if the error names the group.
     group, size : str, int
@@ -48,23 +50,24 @@ class FailedCall:
     """
 
     error: ErrorInfo
-    waiting: dict[int, int] = field(default_factory=dict)
+    unheard: set[int] = field(default_factory=set)
     origin: str = ""
     group: str = ""
     size: int = 0
     names: set[str] = field(default_factory=set)
     singles: dict[int, set[str]] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
     number: int = 0
     _errors: dict[str, ErrorInfo] = field(default_factory=dict, init=False)
 
     @classmethod
     def by(cls, rank: int, request: Request, error: ErrorInfo, others: Iterable[int]) -> FailedCall:
         """Make the failure of a call that ``rank`` refused; ``others`` have yet to get the error."""
-        waiting = dict.fromkeys(others, -1)
+        unheard = set(others)
         if request.group:
-            return cls(error, waiting, group=request.group, size=request.group_size)
+            return cls(error, unheard, group=request.group, size=request.group_size)
         name = request.name
-        return cls(error, waiting, name, names={name}, singles={rank: {name}})
+        return cls(error, unheard, name, names={name}, singles={rank: {name}})
 
     def error_for(self, name: str) -> ErrorInfo:
         """Return the error for one tensor of the call; its text names the tensor that caused the failure.
@@ -80,8 +83,8 @@ class FailedCall:
 
     def count(self, rank: int, request: Request) -> None:
         """Count a request that was in the message table when the call failed; its rank gets the error."""
-        if rank not in self.singles:
-            self.waiting.setdefault(rank, -1)
+        if rank not in self.singles and rank not in self.left:
+            self.unheard.add(rank)
         self.answer(rank, request)
 
     def answer(self, rank: int, request: Request) -> bool:
@@ -91,24 +94,37 @@ class FailedCall:
                 del self.singles[rank]
                 return False
             submitted.add(request.name)
-        elif rank not in self.waiting or (request.group and not self._is_of_size(request.group_size)):
+        elif not self._awaits(rank) or (request.group and not self._is_of_size(request.group_size)):
             return False
         elif request.group:
             # A rank that refuses a group sends one refusal, not one for each tensor.
-            left = self.waiting[rank]
-            left = 0 if request.error else (left if left > 0 else request.group_size) - 1
-            if left:
-                self.waiting[rank] = left
-            else:
-                del self.waiting[rank]
+            self.unheard.discard(rank)
+            left = 0 if request.error else self.left.get(rank, request.group_size) - 1
+            self.left[rank] = left
+            if not left:
+                del self.left[rank]
             if not self.group:
                 self.group, self.size = request.group, request.group_size
         else:
-            del self.waiting[rank]
+            self._forget(rank)
             self.singles[rank] = {request.name}
         if not (request.group and request.error):
             self.names.add(request.name)
         return True
+
+    def _awaits(self, rank: int) -> bool:
+        return rank in self.unheard or rank in self.left
+
+    def _forget(self, rank: int) -> None:
+        self.unheard.discard(rank)
+        self.left.pop(rank, None)
+
+    def excuse(self, rank: int) -> bool:
+        """Wait no longer for a rank; return whether the call has waited for it."""
+        concerned = self._awaits(rank) or rank in self.singles
+        self._forget(rank)
+        self.singles.pop(rank, None)
+        return concerned
 
     def _is_of_size(self, size: int) -> bool:
         return self.size == size or not (self.size and size)
@@ -119,12 +135,12 @@ class FailedCall:
             return False
         if rank in self.singles:
             return name not in self.singles[rank]
-        return self.waiting.get(rank, 0) < 0
+        return rank in self.unheard
 
     def is_open(self) -> bool:
         """Return whether some rank may still submit a tensor of the call."""
-        if self.waiting or not self.group:
-            return bool(self.waiting)
+        if self.unheard or self.left or not self.group:
+            return bool(self.unheard or self.left)
         is_complete = len(self.names) == self.size
         return any(not (is_complete and self.names <= names) for names in self.singles.values())
 
@@ -176,7 +192,7 @@ class FailedCalls:
         for key in keys_of(request):
             found.update(self.by_key.get(key, {}))
         for _, failed in sorted(found.items()):
-            is_new = failed.waiting.get(rank, 0) < 0 or request.name not in failed.names
+            is_new = rank in failed.unheard or request.name not in failed.names
             belongs = failed.answer(rank, request)
             if is_new or not failed.is_open():
                 self.update(failed)
@@ -193,9 +209,7 @@ class FailedCalls:
         for rank in joined:
             calls = {number: each for found in self.by_key.values() for number, each in found.items()}
             for failed in calls.values():
-                if rank in failed.waiting or rank in failed.singles:
-                    failed.waiting.pop(rank, None)
-                    failed.singles.pop(rank, None)
+                if failed.excuse(rank):
                     self.update(failed)
 
     def update(self, failed: FailedCall) -> None:

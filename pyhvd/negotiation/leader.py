@@ -28,7 +28,7 @@ from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
     MergedList,
-    Part,
+    MergedPart,
     Request,
     RequestList,
     RequestType,
@@ -79,11 +79,11 @@ class _Draft:
         same = (self.ranks, self.last, self.seen) == (ranks, last, seen)
         return same and self.stop is None and not (bits and self.requests)
 
-    def seal(self) -> Part:
+    def seal(self) -> MergedPart:
         """Return the part."""
         bits = {set_id: bits_to_bytes(slots) for set_id, slots in self.bits.items()}
         message = RequestList(PROTOCOL_VERSION, self.seen, bits, self.requests, self.stop, self.sites)
-        return Part(pack_ranks(self.ranks), self.last, message)
+        return MergedPart(pack_ranks(self.ranks), self.last, message)
 
 
 class Leader:
@@ -120,7 +120,7 @@ class Leader:
         self._open_slots: dict[int, int] = {}
         self._joined = 0
 
-    def take(self, sender: int, parts: Iterable[Part], now: float) -> None:
+    def take(self, sender: int, parts: Iterable[MergedPart], now: float) -> None:
         """Take a message of a rank directly below, or of this rank, that arrived at ``now`` (s)."""
         if not self._items:
             self._first = now
@@ -205,10 +205,8 @@ class Leader:
         known = self._expected.get(set_id)
         if known is None or known[0] is not members:
             known = self._expected[set_id] = members, bits_of(members) & self._ranks, SlotHolders()
-        if set_id == GLOBAL_SET:
-            self._joined &= ~ranks
-            return known[1] & ~self._joined, known[2]
-        return known[1:]
+        self._joined &= ~ranks
+        return known[1] & ~self._joined, known[2]
 
     def _find(self, key: object, place: int) -> int:
         """Return the first place from ``place`` on of an item with this key, or -1."""

@@ -26,16 +26,19 @@ A tensor is in one of these states; the label of an arrow is the function that m
 - DELEGATED: the ranks of a node agree on the tensor in shared memory, without the coordinator.
 - FAILED: some rank has not submitted the tensor yet; it gets the error when it does (:class:`FailedCalls`).
 
+:meth:`MessageTable.withdraw` brings a tensor from every state but FAILED to IDLE: the ranks that have
+submitted it get an error, and the others hear nothing of it.
+
 Invariants between two events (:meth:`MessageTable.validate` checks them):
 
 1. A tensor with a pending hit is not in the table, and no call of its group's name is.
 2. No slot is both delegated and a pending hit, and no delegated tensor is in the table.
-3. While a rank has joined, there are no pending hits and nothing is delegated.
+3. While a member has joined, there are no pending hits and nothing is delegated.
 4. Each entry has a request, and one request per rank. A rank with a deferred request has one of them.
 5. ``_groups`` lists, by group, the tensors of the table with a request of that group; no list is empty.
 6. ``_group_ready`` is the part of ``_groups`` that every live rank has submitted; it is never a whole group.
 7. Each other tensor in the table lacks the request of a live rank.
-8. ``joined`` holds no rank twice, and never all ranks; ``live`` holds the others.
+8. ``live`` holds members only; in the set of all ranks it is never empty.
 9. Each failed call waits for some rank, and is found by each of its tensors and by its group.
 """
 
@@ -50,7 +53,7 @@ from pyhvd.common.text import describe_values
 from pyhvd.negotiation.delegation import Delegation, ReadyTable
 from pyhvd.negotiation.failed_calls import FailedCall, FailedCalls
 from pyhvd.negotiation.messages import (
-    JOIN_NAME,
+    GLOBAL_SET,
     UNNAMED,
     ErrorInfo,
     ErrorKind,
@@ -66,7 +69,6 @@ from pyhvd.negotiation.response_cache import Group, PendingHits, SlotHolders, Sl
 from pyhvd.negotiation.validation import check, sizes_differ
 
 _NEVER_CACHED = (
-    RequestType.JOIN,
     RequestType.BARRIER,
     RequestType.ADD_PROCESS_SET,
     RequestType.REMOVE_PROCESS_SET,
@@ -226,8 +228,6 @@ class MessageTable:
         What each cache slot means.
     members, live : int
         Its members, and those that have not joined, as bit vectors.
-    joined : list of int
-        Ranks that have joined, in order.
     last_submission : float
         When (s) a rank last submitted anything, a join included.
     """
@@ -247,7 +247,6 @@ class MessageTable:
         self.version = version
         self.cache = SlotTable(capacity)
         self.sites = CallSites()
-        self.joined: list[int] = []
         self.last_submission = 0.0
         self._hits = PendingHits()
         self._entries: dict[str, Entry] = {}
@@ -262,6 +261,11 @@ class MessageTable:
         self._answered_slots = 0
         self._list_number = 0
 
+    @property
+    def joined(self) -> int:
+        """The members that have joined, as a bit vector."""
+        return self.members & ~self.live
+
     # -- events: what ranks send ---------------------------------------------------------------------
 
     def submit(self, senders: Senders, request: Request, list_number: int, now: float) -> None:
@@ -269,7 +273,7 @@ class MessageTable:
         self._list_number, self.last_submission = list_number, now
         self._take(senders, request, now)
         if self._failed.by_key:
-            self._failed.excuse(self.joined)
+            self._failed.excuse(iter_bits(self.joined))
 
     def submit_hits(self, senders: Senders, bits: int, seen: int, list_number: int, now: float) -> None:
         """Take the cached tensors that ranks submit again; they have processed response list ``seen``."""
@@ -292,6 +296,24 @@ class MessageTable:
             for request, ranks in meant.requests.items():
                 if ranks & senders.ranks:
                     self.submit(senders.only(ranks), request, list_number, now)
+
+    def join(self, ranks: int, list_number: int, now: float) -> None:
+        """Count members as ready for every tensor, because they have joined."""
+        self._list_number, self.last_submission = list_number, now
+        self._recall(-1)
+        # Before the ranks count as joined: some of the hits may be their own.
+        for slot in iter_bits(self._hits.anyone()):
+            self._spill_slot(slot, now)
+        self.live &= ~ranks
+        for name, entry in list(self._entries.items()):
+            if self._entries.get(name) is entry:
+                self._settle(name, entry)
+        if self._failed.by_key:
+            self._failed.excuse(iter_bits(self.joined))
+
+    def end_join(self) -> None:
+        """Wait for every member again, because all ranks of the job have joined."""
+        self.live = self.members
 
     # -- events: answers to the ranks -------------------------------------------------------------
 
@@ -340,8 +362,26 @@ class MessageTable:
         self._entries.clear()
         return self.take_responses()
 
-    def recall(self, slots: int) -> None:
-        """Take slots back from the ready table, whose ranks then submit them by message."""
+    def withdraw(self, prefix: str, error: ErrorInfo) -> None:
+        """Give the tensors whose names begin so back to the ranks that have submitted them, with an error.
+
+        The other ranks may submit them later, and then these must again.
+        """
+        self._recall(-1)
+        for slot in iter_bits(self._hits.anyone()):
+            if self.cache[slot].name.startswith(prefix):
+                self._spill_slot(slot, self.last_submission)
+        names = [name for name in self._entries if name.startswith(prefix)]
+        for name in names:
+            entry = self._entries[name]
+            self._fail(entry, error)
+            for request in entry.requests:
+                if group := group_of(request):
+                    _discard(self._group_ready, group, name)
+        self._drop(names)
+
+    def recall(self, slots: int = -1) -> None:
+        """Take slots back from the ready table, whose ranks then submit them by message; -1: all slots."""
         self._recall(slots)
 
     # -- reports -------------------------------------------------------------------------------------
@@ -393,9 +433,6 @@ class MessageTable:
                 self._hold_hits(Senders.of(rank), 1 << slot, since)
 
     def _recall_for(self, request: Request) -> None:
-        if request.type == RequestType.JOIN:
-            self._recall(-1)
-            return
         slot = self.cache.slot_of(request.name)
         slots = 1 << slot if slot >= 0 else 0
         if request.group:
@@ -444,11 +481,6 @@ class MessageTable:
 
     def _take(self, senders: Senders, request: Request, now: float) -> None:
         self._recall_for(request)
-        if request.type == RequestType.JOIN:
-            # A refused join does not count; the rank can call it again.
-            if not request.error:
-                self._join(senders, now)
-            return
         self._spill(request, now)
         if not (request.error or self._failed.by_key or self._has_rivals(request)):
             self._add(senders, request, now)
@@ -598,8 +630,8 @@ class MessageTable:
                 continue
             error = sizes_differ(request, {**sizes, rank: request.group_size})
             error = self.sites.add_to(error, *names, request.name)
-            absent = [r for r in self.ranks if r not in sizes and r not in self.joined]
-            failed = FailedCall(error, dict.fromkeys(absent, -1), group=request.group)
+            absent = [r for r in iter_bits(self.live) if r not in sizes]
+            failed = FailedCall(error, set(absent), group=request.group)
             self._fail_with_group(min(names), failed)
             return True
         return False
@@ -690,23 +722,6 @@ class MessageTable:
             only = (*self._responses.pop().only, rank)  # one response for the ranks of one message
         self._responses.append(Response(request, self.set_id, error=error, only=only))
 
-    # -- join ----------------------------------------------------------------------------------------
-
-    def _join(self, senders: Senders, now: float) -> None:
-        # Before the ranks count as joined: some of the hits may be their own.
-        for slot in iter_bits(self._hits.anyone()):
-            self._spill_slot(slot, now)
-        self.joined += sorted(iter_bits(senders.ranks), key=lambda rank: rank == senders.last)
-        self.live &= ~senders.ranks
-        for name, entry in list(self._entries.items()):
-            if self._entries.get(name) is entry:
-                self._settle(name, entry)
-        if self._failed.by_key:
-            self._failed.excuse(self.joined)
-        if not self.live:
-            last, self.joined, self.live = self.joined[-1], [], self.members
-            self._responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), self.set_id, value=last))
-
     # -- for tests -----------------------------------------------------------------------------------
 
     def validate(self) -> None:
@@ -731,8 +746,9 @@ class MessageTable:
         for group, ready in self._group_ready.items():
             assert 0 < len(ready) < group[1], f"6: {group}"
             assert ready <= listed[group], f"6: {group}"
-        assert len({*self.joined}) == len(self.joined) < len(self.ranks), "8"
-        assert self.live == self.members & ~bits_of(self.joined), "8"
+        assert not self.live & ~self.members, "8"
+        assert self.live or self.set_id != GLOBAL_SET, "8"
+        assert not (self.joined and (hits or delegated)), "3"
         for calls in self._failed.by_key.values():
             for failed in calls.values():
                 assert failed.is_open(), "9"

@@ -1,7 +1,8 @@
 """The messages between ranks, and their wire form (MessagePack by msgspec, with a protocol version).
 
 Owns: :class:`Request` (a rank submits a tensor), :class:`Response` (the ranks' next step), their lists, the
-out-of-band messages (:class:`StackRequest`, :class:`StackReport`, :class:`StillWaiting`), encode and decode.
+out-of-band messages (:class:`StackRequest`, :class:`StackReport`, :class:`StillWaiting`,
+:class:`StillInRound`), encode and decode.
 Knows nothing of MPI, arrays or handles.
 
 A slot is a place in the response cache. Only the coordinator numbers slots, so that a slot means the same on
@@ -64,6 +65,8 @@ class ErrorKind(enum.IntEnum):
     STALL = 3
     HOST_LOST = 4
     """A RankFailedError, after which the ranks of the lost host cannot end the job."""
+    WITHDRAWN = 5
+    """Nothing was reduced, and the ranks submit the tensor again later."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -266,7 +269,7 @@ PackedRanks = tuple[int, bytes]
 """A bit vector of ranks: the number of zero bytes that come first, and the other bytes."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class MergedPart(msgspec.Struct, frozen=True, array_like=True):
     """Part of a merged message: the same requests of several ranks.
 
     Attributes
@@ -291,12 +294,12 @@ class MergedList(msgspec.Struct, frozen=True, array_like=True):
     """
 
     version: int
-    parts: list[Part]
+    parts: list[MergedPart]
 
     @classmethod
     def of(cls, rank: int, message: RequestList) -> MergedList:
         """Return the message of one rank as a merged one."""
-        return cls(PROTOCOL_VERSION, [Part(pack_ranks(1 << rank), rank, message)])
+        return cls(PROTOCOL_VERSION, [MergedPart(pack_ranks(1 << rank), rank, message)])
 
 
 class Tuning(msgspec.Struct, frozen=True, array_like=True):
@@ -362,11 +365,18 @@ class StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The answer to a :class:`StackRequest`."""
+    """The answer to a :class:`StackRequest`.
+
+    Attributes
+    ----------
+    waits : bool
+        Whether a thread of the program is inside of pyhvd.
+    """
 
     version: int
     number: int
     threads: list[ThreadStack]
+    waits: bool = False
 
 
 class StillWaiting(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -379,15 +389,29 @@ class StillWaiting(msgspec.Struct, frozen=True, array_like=True, tag=3):
     slots: dict[int, bytes]
 
 
-OutOfBand = StackRequest | StackReport | StillWaiting
+class StillInRound(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """To rank 0: this rank has long waited in the round of a backward pass; see :mod:`pyhvd.engine.rounds`.
+
+    Attributes
+    ----------
+    process_set : int
+        The round's process set.
+    prefix : str
+        How the names of the round's tensors begin.
+    """
+
+    version: int
+    process_set: int
+    prefix: str
+
+
+OutOfBand = StackRequest | StackReport | StillWaiting | StillInRound
 """Messages that pass beside the lists, and have no place in their order."""
 
 # MessagePack never uses this byte, so the lists need no mark of their own.
 _OUT_OF_BAND = 0xC1
 
-M = TypeVar(
-    "M", StackRequest | StackReport | StillWaiting, RequestList, MergedList, ResponseList, RelayedList
-)
+M = TypeVar("M", OutOfBand, RequestList, MergedList, ResponseList, RelayedList)
 
 _encoder = msgspec.msgpack.Encoder()
 _out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)

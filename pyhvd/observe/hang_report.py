@@ -1,6 +1,6 @@
 """The text of a hang report: which ranks have not submitted which tensors, and where each of them is.
 
-Pure functions over a :class:`~pyhvd.observe.stall_inspector.Finding` and the answers of the ranks. A text
+Pure functions over a :class:`~pyhvd.observe.stall_inspector.Stall` and the answers of the ranks. A text
 has at most MAX_CHARACTERS, for any number of ranks and tensors: a longer one is made again with less detail.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations
 
-from pyhvd.common.processes import Place, State
+from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.common.stacks import MAX_FRAMES, ThreadStack
 from pyhvd.common.text import cut_lines, describe_hosts, describe_ranks, list_hosts
 from pyhvd.controller import Stalled
@@ -26,26 +26,28 @@ from pyhvd.negotiation.messages import (
     iter_bits,
     lowest_bit,
 )
-from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Answer, Finding
+from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Answer, Stall
 
 MAX_CHARACTERS = 4000
 """Most characters of a warning, or of an error's text."""
 
 
-def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float) -> str:
+def warning_of(
+    finding: Stall, answers: Mapping[int, Answer], places: Sequence[ProcessPlace], now: float
+) -> str:
     """Return the report of tensors that have waited for too long.
 
     ``answers`` has, by missing rank that was asked, its stacks or the state of its process. ``places`` has
     every rank's place. ``now`` is a time (s) of the finding's clock.
     """
-    return _fit(_Report(finding, answers, places, now).warning)
+    return _fit(_StallReport(finding, answers, places, now).warning)
 
 
 def error_of(
-    finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
+    finding: Stall, answers: Mapping[int, Answer], places: Sequence[ProcessPlace], now: float
 ) -> ErrorInfo:
     """Return the error that ends the job: the facts of :func:`warning_of`, with the stacks in a field."""
-    report = _Report(finding, answers, places, now)
+    report = _StallReport(finding, answers, places, now)
     lists = {ranks: iter_bits(ranks) for ranks in {each.missing for each in finding.stalled}}
     missing = {_shown(each.name): lists[each.missing] for each in finding.stalled}
     stacks = {rank: "\n".join(report.stacks_of(rank)) for rank in answers}
@@ -103,7 +105,7 @@ def _fit(make: Callable[[_Detail], list[str]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _RankBlock:
     """Ranks that lack and have submitted the same, and of which the same is known.
 
     Attributes
@@ -129,11 +131,11 @@ _Deadlock = tuple[int, int, Stalled, Stalled]
 """Ranks (a bit vector) that wait for other ranks with a tensor, and these for the former with another one."""
 
 
-class _Report:
+class _StallReport:
     """What is known of a stall, and the lines of text about it."""
 
     def __init__(
-        self, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
+        self, finding: Stall, answers: Mapping[int, Answer], places: Sequence[ProcessPlace], now: float
     ) -> None:
         self._finding = finding
         self._answers = answers
@@ -220,8 +222,8 @@ class _Report:
     # -- the ranks that were asked
 
     @cached_property
-    def _blocks(self) -> list[_Block]:
-        blocks: dict[object, _Block] = {}
+    def _blocks(self) -> list[_RankBlock]:
+        blocks: dict[object, _RankBlock] = {}
         for rank in self._answers:
             block = self._block_of(rank)
             key = block.where, repr(block.threads), (*block.lacking,), (*block.waits,)
@@ -231,10 +233,10 @@ class _Report:
                 blocks[key] = block
         return [*blocks.values()]
 
-    def _block_of(self, rank: int) -> _Block:
+    def _block_of(self, rank: int) -> _RankBlock:
         answer = self._answers[rank]
-        threads = answer if not isinstance(answer, State) else ()
-        if isinstance(answer, State):
+        threads = answer if not isinstance(answer, ProcessState) else ()
+        if isinstance(answer, ProcessState):
             where = describe_state(answer, self._places[rank])
         elif not answer:
             where = "none of its threads runs Python code of the program"
@@ -243,9 +245,9 @@ class _Report:
             where = f"it is at {answer[0].frames[0]}{inside}"
         lacking = [each for each in self._finding.stalled if each.missing >> rank & 1]
         waits = [each for each in self._finding.pending if each.submitted >> rank & 1]
-        return _Block([rank], where, threads, lacking, waits)
+        return _RankBlock([rank], where, threads, lacking, waits)
 
-    def _block_head(self, block: _Block, detail: _Detail) -> str:
+    def _block_head(self, block: _RankBlock, detail: _Detail) -> str:
         lacking = f"not {_done(block.lacking)} {_names_of(block.lacking, detail)}"
         if len(block.ranks) == 1:
             place = self._places[block.ranks[0]]
@@ -256,7 +258,7 @@ class _Report:
         )
         return f"{describe_ranks(block.ranks)} on {describe_hosts(hosts)} have {lacking}: {where}"
 
-    def _block_lines(self, block: _Block, detail: _Detail) -> list[str]:
+    def _block_lines(self, block: _RankBlock, detail: _Detail) -> list[str]:
         """Return a line on where missing ranks are, then their stacks, then lines on what they wait for."""
         lines = [self._block_head(block, detail)]
         for thread in block.threads if detail.frames else ():
@@ -341,7 +343,7 @@ class StallSnapshot:
     rank: int
     names: Sequence[str]
     under_way: bool
-    states: Mapping[int, State]
+    states: Mapping[int, ProcessState]
     passed: float
 
     @property
@@ -356,7 +358,7 @@ class StallSnapshot:
         return lost or ([0] if not self.under_way and self.rank else list(self.states))
 
 
-def describe_stall(snapshot: StallSnapshot, places: Sequence[Place]) -> str:
+def describe_stall(snapshot: StallSnapshot, places: Sequence[ProcessPlace]) -> str:
     """Return the report of a rank on which no call ends any more."""
     tensors = [Stalled(GLOBAL_SET, name, 0.0, 0, 0) for name in snapshot.names] or None
     what = names_of(tensors) if tensors else "the other ranks to join"
@@ -370,13 +372,13 @@ def describe_stall(snapshot: StallSnapshot, places: Sequence[Place]) -> str:
     return "\n".join([first, *_suspect_lines(snapshot, places)])
 
 
-def describe_late_end(snapshot: StallSnapshot, places: Sequence[Place]) -> str:
+def describe_late_end(snapshot: StallSnapshot, places: Sequence[ProcessPlace]) -> str:
     """Return the report of a shutdown that takes too long."""
     first = f"shutting down: not all ranks have shut down within {snapshot.passed:.0f} s"
     return "\n".join([first, *_suspect_lines(snapshot, places)])
 
 
-def _suspect_lines(snapshot: StallSnapshot, places: Sequence[Place]) -> list[str]:
+def _suspect_lines(snapshot: StallSnapshot, places: Sequence[ProcessPlace]) -> list[str]:
     suspects = snapshot.suspects
     lines = [
         f"rank {rank} on {places[rank]}: {_describe_process(snapshot.states[rank], places[rank])}"
@@ -386,7 +388,7 @@ def _suspect_lines(snapshot: StallSnapshot, places: Sequence[Place]) -> list[str
     return [*lines, f"{describe_ranks(left)}: not shown, as they are too many"] if left else lines
 
 
-def error_of_stall(snapshot: StallSnapshot, places: Sequence[Place]) -> StallError:
+def error_of_stall(snapshot: StallSnapshot, places: Sequence[ProcessPlace]) -> StallError:
     """Return the error of a rank that ends without an order from rank 0."""
     text, suspects = describe_stall(snapshot, places), snapshot.suspects
     missing = {name: [*suspects] for name in snapshot.names}
@@ -444,24 +446,24 @@ def _names_of(tensors: Sequence[Stalled], detail: _Detail) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def describe_state(state: State, place: Place) -> str:
+def describe_state(state: ProcessState, place: ProcessPlace) -> str:
     """Return why a process does not answer, as far as its state tells."""
     if state.is_lost:
         return _describe_process(state, place)
     silent = f"its background thread does not answer within {ANSWER_SECONDS:g} s"
-    if state is State.RUNNING:
+    if state is ProcessState.RUNNING:
         return f"{silent}, and a thread of its process computes: probably C code that holds the GIL"
-    if state is State.UNKNOWN:
+    if state is ProcessState.UNKNOWN:
         return f"{silent}, and its process {state.value}"
     return f"{silent}, and its process {state.value}: it is blocked, perhaps while it holds the GIL"
 
 
-def _describe_process(state: State, place: Place) -> str:
-    hint = f": kill -CONT {place.pid} lets it go on" if state is State.STOPPED else ""
+def _describe_process(state: ProcessState, place: ProcessPlace) -> str:
+    hint = f": kill -CONT {place.pid} lets it go on" if state is ProcessState.STOPPED else ""
     return f"its process {state.value}{hint}"
 
 
-def _headline(finding: Finding) -> str:
+def _headline(finding: Stall) -> str:
     count = len(finding.stalled)
     if finding.stalled[0].name == JOIN_NAME:
         return f"join() has waited for more than {finding.limit:g} s, because some ranks have not called it"

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pyhvd.common.processes import Place, State, state_of
-from pyhvd.common.stacks import user_stacks
+from pyhvd.common.processes import ProcessPlace, ProcessState, state_of
+from pyhvd.common.stacks import user_stacks, waits_inside
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Stalled
 from pyhvd.negotiation.messages import (
@@ -44,23 +44,27 @@ class RankLocations:
     ----------
     rank : int
         This rank.
-    places : sequence of Place
+    places : sequence of ProcessPlace
         Of every rank.
     threads : collection of int or None
         Idents of the threads that are this rank's program; None: all of the process.
+    has_long_waits : callable
+        Whether a thread waits in C code, without a Python function of pyhvd.
     """
 
     rank: int
-    places: Sequence[Place]
+    places: Sequence[ProcessPlace]
     threads: Collection[int] | None = None
+    has_long_waits: Callable[[], bool] = bool
 
-    def states(self, ranks: Iterable[int]) -> dict[int, State]:
+    def states(self, ranks: Iterable[int]) -> dict[int, ProcessState]:
         """Return what the processes of some ranks do, as far as that is seen from here."""
         return {rank: state_of(self.places[rank], self.places[self.rank]) for rank in ranks}
 
     def report(self, number: int) -> StackReport:
         """Return where this rank's threads stand."""
-        return StackReport(PROTOCOL_VERSION, number, user_stacks(self.threads))
+        waits = waits_inside(self.threads) or self.has_long_waits()
+        return StackReport(PROTOCOL_VERSION, number, user_stacks(self.threads), waits)
 
 
 class HangReporter:

@@ -106,7 +106,7 @@ class Instruments(Phases):
 
     def _set(self, active: tuple[Instrument, ...]) -> None:
         self.active = active
-        self.phase = partial(_Phase, self) if active else nullcontext
+        self.phase = partial(_TimedPhase, self) if active else nullcontext
 
     queued = _dispatch(Instrument.queued)
     requested = _dispatch(Instrument.requested)
@@ -121,7 +121,7 @@ class Instruments(Phases):
         return min((due for due in self._look(now) if due is not None), default=None)
 
 
-class _Phase:
+class _TimedPhase:
     """Times one phase."""
 
     __slots__ = ("_begin", "_instruments", "_name")

@@ -112,7 +112,7 @@ class Metrics:
     cache_hits, cache_misses : int
         Submitted tensors that were in the response cache, and those that were not.
     timed : bool
-        Whether times are measured (PYHVD_METRICS_TIMES, or a metrics port). If not, the next three are empty.
+        Whether times are measured, as with a metrics port. If not, the next three are empty.
     negotiation_seconds : Histogram
         Per tensor: from this rank's announcement until it knew that all ranks had submitted the tensor.
     execution_seconds : Histogram

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyhvd import __version__
+from pyhvd._version import __version__
 from pyhvd.errors import ConfigError
 from pyhvd.observe.endpoint_files import RankFile, write_file
 from pyhvd.observe.metrics import Histogram, Metrics

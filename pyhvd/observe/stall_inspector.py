@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pyhvd.common.processes import State
+from pyhvd.common.processes import ProcessState
 from pyhvd.common.stacks import ThreadStack
 from pyhvd.controller import Stalled
 from pyhvd.negotiation.messages import StackReport, iter_bits
@@ -19,11 +19,11 @@ ANSWER_SECONDS = 2.0
 """How long a rank may take to say where it stands."""
 
 MOST_ASKED = 16
-"""Ranks that are asked, and described, in one report."""
+"""Ranks that are asked at once, and described in one report."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Stall:
     """Tensors that have waited for too long.
 
     Attributes
@@ -51,12 +51,12 @@ class Finding:
             missing |= each.missing
         return iter_bits(missing)
 
-    def still(self, pending: Sequence[Stalled]) -> Finding | None:
+    def still(self, pending: Sequence[Stalled]) -> Stall | None:
         """Return what is left of it, by what is pending now; None for nothing."""
         left = {(each.process_set, each.name, each.since): each for each in pending}
         keys = [(each.process_set, each.name, each.since) for each in self.stalled]
         stalled = tuple(left[key] for key in keys if key in left)
-        return Finding(stalled, tuple(pending), self.limit, self.ends_job) if stalled else None
+        return Stall(stalled, tuple(pending), self.limit, self.ends_job) if stalled else None
 
 
 class StallInspector:
@@ -87,7 +87,7 @@ class StallInspector:
         self.oversleep = warn_after / 2
         self._silent_until = 0.0
 
-    def look(self, pending: Sequence[Stalled], now: float) -> Finding | None:
+    def look(self, pending: Sequence[Stalled], now: float) -> Stall | None:
         """Return what is to be reported, if anything."""
         period = min(self._warn_after, self._end_after or self._warn_after)
         oldest = min((p.since for p in pending), default=now)
@@ -99,20 +99,20 @@ class StallInspector:
             return None
         over = tuple(p for p in late if self._end_after and now - p.since >= self._end_after)
         if over:
-            return Finding(over, tuple(pending), self._end_after, ends_job=True)
+            return Stall(over, tuple(pending), self._end_after, ends_job=True)
         if now < self._silent_until:
             return None
         due = oldest + self._end_after if self._end_after else now + self._warn_after
         self._silent_until = min(now + self._warn_after, due)
         unannounced_look = self.next_look if self.unannounced else self._silent_until
         self.next_look = min(unannounced_look, self._silent_until)
-        return Finding(late, tuple(pending), self._warn_after, ends_job=False)
+        return Stall(late, tuple(pending), self._warn_after, ends_job=False)
 
     def overdue(self, pending: Sequence[Stalled], now: float) -> int:
         """Return how many tensors have waited for longer than the warning time."""
         return sum(now - each.since >= self._warn_after for each in pending)
 
-    def answers_until(self, finding: Finding, now: float) -> float:
+    def answers_until(self, finding: Stall, now: float) -> float:
         """Return until when (s) to wait for answers: a warning must not hold up the end."""
         until = now + ANSWER_SECONDS
         if finding.ends_job or not self._end_after:
@@ -120,7 +120,7 @@ class StallInspector:
         return min(until, max(now, min(each.since for each in finding.stalled) + self._end_after))
 
 
-Answer = list[ThreadStack] | State
+Answer = list[ThreadStack] | ProcessState
 """What is known of a rank: where its threads stand, or, if it did not say so, what its process does."""
 
 
@@ -135,7 +135,7 @@ class Inquiry:
     """
 
     number: int
-    finding: Finding
+    finding: Stall
     until: float
     answers: dict[int, Answer] = field(default_factory=dict)
     asked: list[int] = field(init=False)
@@ -152,6 +152,6 @@ class Inquiry:
         """Return whether there is nothing left to wait for."""
         return now >= self.until or self.answers.keys() >= set(self.asked)
 
-    def complete(self, see: Callable[[int], State]) -> Mapping[int, Answer]:
+    def complete(self, see: Callable[[int], ProcessState]) -> Mapping[int, Answer]:
         """Return what is known of each rank that was asked; ``see(rank)`` is for those that said nothing."""
         return {rank: self.answers[rank] if rank in self.answers else see(rank) for rank in self.asked}

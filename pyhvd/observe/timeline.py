@@ -46,7 +46,7 @@ from pyhvd.native.shared_memory import (
 )
 from pyhvd.negotiation.messages import RequestType, Response, TimelineOrder
 from pyhvd.observe.hooks import Instrument, Instruments, read_clock
-from pyhvd.observe.trace.clocks import Reading, measure
+from pyhvd.observe.trace.clocks import ClockReading, measure
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
 from pyhvd.observe.trace.rows import Rows, Tensor
 from pyhvd.queue import TensorEntry
@@ -164,7 +164,7 @@ class Timeline(Instrument):
             self._due = now + PERIOD
         return self._due
 
-    def add_clock(self, when: str, reading: Reading) -> None:
+    def add_clock(self, when: str, reading: ClockReading) -> None:
         """Record a measurement of this rank's clock; ``when`` is "start" or "end"."""
         args: Event = {"when": when, "at_ns": reading.at, "offset_ns": reading.offset}
         self._head.append(metadata(CLOCK, args | {"uncertainty_ns": reading.uncertainty}))

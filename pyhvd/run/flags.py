@@ -1,70 +1,22 @@
 """Flags and config-file entries, each of which sets an environment variable of the ranks.
 
-Owns their table, with Horovod's names, and the config file (YAML, read with PyYAML). It rejects plainly wrong
-values; on the ranks, :mod:`pyhvd.config` interprets them.
+Owns the config file (YAML, read with PyYAML). :mod:`pyhvd.config` has the knobs with their entries, and
+checks the values.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pyhvd.config import WITHOUT_EFFECT, Config, ConfigEntry, suffix_of
+
 
 class ConfigFileError(ValueError):
-    """The config file cannot be read, or has an unknown entry or a wrong value."""
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("expected text")
-    return value
-
-
-def _number(value: Any) -> str:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if isinstance(value, bool) or not 0 <= number < float("inf"):
-        raise ValueError("expected a number >= 0")
-    return f"{number:.15g}"
-
-
-def _megabytes(value: Any) -> str:
-    return str(round(float(_number(value)) * (1 << 20)))
-
-
-def _whole(value: Any) -> str:
-    number = float(_number(value))
-    if number != int(number):
-        raise ValueError("expected a whole number")
-    return str(int(number))
-
-
-def _port(value: Any) -> str:
-    number = _whole(value)
-    if int(number) >= 1 << 16:
-        raise ValueError("expected a port, 0 to 65535")
-    return number
-
-
-def _fraction(value: Any) -> str:
-    number = _number(value)
-    if float(number) > 1:
-        raise ValueError("expected a number from 0 to 1")
-    return number
-
-
-def _switch(value: Any) -> str:
-    if not isinstance(value, bool):
-        raise ValueError("expected true or false")
-    return str(int(value))
-
-
-def _opposite(value: Any) -> str:
-    return "0" if _switch(value) == "1" else "1"
+    """The config file cannot be read, or has a wrong value."""
 
 
 @dataclass(frozen=True)
@@ -73,195 +25,116 @@ class Setting:
 
     Attributes
     ----------
-    entry : str
-        Section and key in the config file; ``controller`` has no section.
-    variable : str
-        The variable of the ranks.
-    convert : callable
-        Converts the value in the file or on the command line to the variable's text; raises ValueError.
-    takes : str
-        The flag's argument in ``--help``; empty for a switch, which has a ``--no-`` form.
-    help : str
-        The text in ``--help``; empty if there is no flag.
+    suffix : str
+        The part of the variable's name after the prefix.
+    entry : ConfigEntry
+        The entry.
+    knob : dataclasses.Field or None
+        The knob; None for a variable without effect.
     """
 
-    entry: str
-    variable: str
-    convert: Callable[[Any], str]
-    takes: str = ""
-    help: str = ""
+    suffix: str
+    entry: ConfigEntry
+    knob: dataclasses.Field[Any] | None = None
+
+    @property
+    def variable(self) -> str:
+        """The variable of the ranks."""
+        return f"PYHVD_{self.suffix}"
 
     @property
     def flag(self) -> str:
-        """The flag on the command line: named as the entry, without ``params`` and ``enabled``."""
-        name = self.entry.removeprefix("params.").removesuffix(".enabled")
+        """The flag, named as the entry, without some sections and ``enabled``; empty for ``controller``."""
+        if "." not in self.entry.name:
+            return ""
+        name = self.entry.name.removeprefix("params.").removeprefix("library_options.")
+        name = name.removesuffix(".enabled").replace("logging.", "log.")
         return "--" + name.replace(".", "-").replace("_", "-")
+
+    @property
+    def help(self) -> str:
+        """The text in ``--help``, with the default."""
+        if self.knob is None:
+            return argparse.SUPPRESS
+        default = self.knob.default
+        if isinstance(default, bool):
+            default = "on" if default else "off"
+        elif isinstance(default, int | float):
+            default = f"{default / self.entry.scale:g}"
+        doc = f"with --no-: {self.knob.metadata['doc']}" if self.entry.opposite else self.knob.metadata["doc"]
+        return f"{doc} (default: {self.variable}{f', or {default}' if default else ''})"
+
+    def convert(self, value: Any) -> str:
+        """Return the variable's text for a value of the file, or a flag's text; raise ValueError if wrong."""
+        if not self.entry.takes:
+            if not isinstance(value, bool):
+                raise ValueError("expected true or false")
+            return str(int(value != self.entry.opposite))
+        if self.knob is None:
+            return str(value)
+        if isinstance(self.knob.default, str):
+            if not isinstance(value, str):
+                raise ValueError("expected text")
+        elif isinstance(value, bool):
+            raise ValueError("expected a number")
+        elif self.entry.scale != 1:
+            value = _scaled(value, self.entry.scale)
+        elif isinstance(value, float) and value.is_integer():
+            value = int(value)
+        self.knob.metadata["parse"](str(value))
+        return str(value)
+
+
+def _scaled(value: Any, scale: int) -> int:
+    try:
+        return round(float(value) * scale)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("expected a number") from None
 
 
 SETTINGS = (
-    Setting(
-        "params.fusion_threshold_mb",
-        "PYHVD_FUSION_THRESHOLD",
-        _megabytes,
-        "MB",
-        "fuse tensors up to MB mebibytes; 0: no fusion (default: 128)",
+    *(
+        Setting(suffix_of(knob), knob.metadata["entry"], knob)
+        for knob in Config.knobs()
+        if knob.metadata["entry"] is not None
     ),
-    Setting(
-        "params.cycle_time_ms",
-        "PYHVD_CYCLE_TIME",
-        _number,
-        "MS",
-        "collect submissions for at most MS milliseconds (default: 1)",
-    ),
-    Setting(
-        "params.cache_capacity",
-        "PYHVD_CACHE_CAPACITY",
-        _whole,
-        "N",
-        "remember N responses per process set; 0: none (default: 1024)",
-    ),
-    Setting(
-        "autotune.enabled",
-        "PYHVD_AUTOTUNE",
-        _switch,
-        "",
-        "search for the best fusion threshold, cycle time and chunk size; given values stay",
-    ),
-    Setting(
-        "autotune.log_file",
-        "PYHVD_AUTOTUNE_LOG",
-        _text,
-        "FILE",
-        "write each sample of the search to FILE, as CSV",
-    ),
-    Setting(
-        "autotune.warmup_samples",
-        "PYHVD_AUTOTUNE_WARMUP_SAMPLES",
-        _whole,
-        "N",
-        "discard N samples before the search (default: 3)",
-    ),
-    Setting(
-        "autotune.steps_per_sample",
-        "PYHVD_AUTOTUNE_STEPS_PER_SAMPLE",
-        _whole,
-        "N",
-        "take a sample over N steps of the program (default: 10)",
-    ),
-    Setting(
-        "autotune.bayes_opt_max_samples",
-        "PYHVD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-        _whole,
-        "N",
-        "no effect: the search is not Bayesian",
-    ),
-    Setting(
-        "autotune.gaussian_process_noise",
-        "PYHVD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-        _fraction,
-        "X",
-        "no effect: the search is not Bayesian",
-    ),
-    Setting(
-        "metrics.port",
-        "PYHVD_METRICS_PORT",
-        _port,
-        "PORT",
-        "serve each rank's metrics for Prometheus on PORT + its local rank; 0: on any free port",
-    ),
-    Setting(
-        "metrics.address",
-        "PYHVD_METRICS_ADDRESS",
-        _text,
-        "ADDRESS",
-        "serve metrics on this address (default: 127.0.0.1)",
-    ),
-    Setting("params.hierarchical_allreduce", "PYHVD_HIERARCHICAL_ALLREDUCE", _switch),
-    Setting("params.hierarchical_allgather", "PYHVD_HIERARCHICAL_ALLGATHER", _switch),
-    Setting("params.torus_allreduce", "PYHVD_TORUS_ALLREDUCE", _switch),
-    Setting(
-        "timeline.filename",
-        "PYHVD_TIMELINE",
-        _text,
-        "PATH",
-        "record each rank's timeline: rank 0 to PATH, the others beside it (a directory: all into it)",
-    ),
-    Setting(
-        "timeline.mark_cycles",
-        "PYHVD_TIMELINE_MARK_CYCLES",
-        _switch,
-        "",
-        "mark in the timeline when a response list arrives (default: no)",
-    ),
-    Setting(
-        "stall_check.enabled",
-        "PYHVD_STALL_CHECK_DISABLE",
-        _opposite,
-        "",
-        "look for stalled tensors (default: yes)",
-    ),
-    Setting(
-        "stall_check.warning_time_seconds",
-        "PYHVD_STALL_CHECK_TIME_SECONDS",
-        _number,
-        "S",
-        "report tensors that some ranks have not submitted after S seconds (default: 60)",
-    ),
-    Setting(
-        "stall_check.shutdown_time_seconds",
-        "PYHVD_STALL_SHUTDOWN_TIME_SECONDS",
-        _number,
-        "S",
-        "end the job with an error if tensors have stalled for S seconds (default: 0, never)",
-    ),
-    Setting("library_options.mpi_threads_disable", "PYHVD_MPI_THREADS_DISABLE", _switch),
-    Setting("library_options.num_nccl_streams", "PYHVD_NUM_NCCL_STREAMS", _whole),
-    Setting("library_options.thread_affinity", "PYHVD_THREAD_AFFINITY", str),
-    Setting("library_options.gloo_timeout_seconds", "PYHVD_GLOO_TIMEOUT_SECONDS", _number),
-    Setting("logging.level", "PYHVD_LOG_LEVEL", _text),
-    Setting("logging.with_timestamp", "PYHVD_LOG_HIDE_TIME", _opposite),
-    Setting("controller", "PYHVD_CONTROLLER", _text),
+    *(Setting(suffix, entry) for suffix, entry in WITHOUT_EFFECT.items() if entry is not None),
 )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the table, and ``--config-file``, to a parser."""
-    parser.add_argument(
-        "--config-file", metavar="FILE", help="read settings from a YAML file; flags override it"
-    )
+    group = parser.add_argument_group("settings: each is a variable too; a flag overrides the config file")
+    group.add_argument("--config-file", metavar="FILE", help="read settings from a YAML file")
     for setting in SETTINGS:
-        if setting.help and setting.takes:
-            parser.add_argument(
-                setting.flag,
-                dest=setting.variable,
-                type=_checked(setting.convert),
-                metavar=setting.takes,
-                help=setting.help,
-            )
-        elif setting.help:
-            parser.add_argument(
-                setting.flag, dest=setting.variable, action=argparse.BooleanOptionalAction, help=setting.help
-            )
+        if setting.flag:
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+            if setting.entry.takes:
+                how = {"type": _checked(setting.convert), "metavar": setting.entry.takes}
+            group.add_argument(setting.flag, dest=setting.variable, help=setting.help, **how)
 
 
-def settings_of(known: argparse.Namespace) -> dict[str, str]:
-    """Return the variables that the flags and the config file set.
+def settings_of(known: argparse.Namespace, tell: Callable[[str], object]) -> dict[str, str]:
+    """Return the variables that the flags and the config file set; tell unknown entries of the file.
 
     Raises
     ------
     ConfigFileError
-        The file cannot be read, or an entry is unknown or has a wrong value.
+        The file cannot be read, or an entry has a wrong value.
     """
-    asked = {} if known.config_file is None else read_config_file(known.config_file)
+    asked = {} if known.config_file is None else read_config_file(known.config_file, tell)
     for setting in SETTINGS:
         value = getattr(known, setting.variable, None)
         if value is not None:
-            asked[setting.variable] = value if setting.takes else setting.convert(value)
+            asked[setting.variable] = value if setting.entry.takes else setting.convert(value)
     return asked
 
 
-def read_config_file(path: str) -> dict[str, str]:
-    """Return the variables that a config file sets; raise ConfigFileError if it is invalid."""
+def read_config_file(path: str, tell: Callable[[str], object]) -> dict[str, str]:
+    """Return the variables that a config file sets; raise ConfigFileError if it is invalid.
+
+    Unknown entries have no effect, as in Horovod: `tell` gets a text for each.
+    """
     try:
         import yaml
     except ImportError:
@@ -271,18 +144,26 @@ def read_config_file(path: str) -> dict[str, str]:
             sections = yaml.safe_load(file) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise ConfigFileError(f"cannot read {path}: {exc}") from None
-    table = {setting.entry: setting for setting in SETTINGS}
+    table = {setting.entry.name: setting for setting in SETTINGS}
     asked = {}
     for entry, value in _entries(path, sections, table):
         if entry not in table:
-            raise ConfigFileError(
-                f"{path}: {entry} is not a setting; the settings are {', '.join(sorted(table))}"
-            )
+            tell(f"{path}: {entry} has no effect: expected {_describe_entries(entry)}")
+            continue
         try:
             asked[table[entry].variable] = table[entry].convert(value)
         except ValueError as exc:
             raise ConfigFileError(f"{path}: {entry}: {value!r}: {exc}") from None
     return asked
+
+
+def _describe_entries(entry: str) -> str:
+    """Return the entries of an unknown entry's section; the sections, if that is unknown too."""
+    entries = [setting.entry.name for setting in SETTINGS]
+    section = entry.partition(".")[0] + "."
+    beside = sorted(each for each in entries if each.startswith(section))
+    sections = sorted({each.partition(".")[0] for each in entries if "." in each})
+    return ", ".join(beside) or f"a section of {', '.join(sections)}, or controller"
 
 
 def _entries(path: str, sections: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -294,6 +175,8 @@ def _entries(path: str, sections: Any, known: Collection[str]) -> Iterator[tuple
             yield section, entries
         elif isinstance(entries, dict):
             yield from ((f"{section}.{key}", value) for key, value in entries.items())
+        elif section not in {each.partition(".")[0] for each in known}:
+            yield section, entries
         elif entries is not None:
             raise ConfigFileError(f"{path}: expected sections with entries, not {section}: {entries!r}")
 

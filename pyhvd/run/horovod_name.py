@@ -10,7 +10,7 @@ from dataclasses import dataclass
 AS_HOROVOD = "PYHVD_AS_HOROVOD"
 """The variable of ranks whose program may import horovod."""
 
-_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tools", "on_path")
+_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "aliases", "on_path")
 
 
 def offer_horovod() -> None:

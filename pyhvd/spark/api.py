@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
-from pyhvd.errors import ConfigError
+from pyhvd.config import read_timeout
 from pyhvd.job import errors as job_errors
-from pyhvd.job.call import (
+from pyhvd.job.driver.console import Console
+from pyhvd.job.driver.generation_driver import GenerationDriver
+from pyhvd.job.driver.output import Output
+from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
+from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
+from pyhvd.job.mpi.rendezvous import PmiRendezvous
+from pyhvd.job.network.interfaces import interface_addresses
+from pyhvd.job.rank.call import (
     check_call,
     check_size,
     check_text_files,
@@ -22,26 +29,21 @@ from pyhvd.job.call import (
     load_result,
     rank_variables,
 )
-from pyhvd.job.driver import DriverService, JobSpec
-from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
-from pyhvd.job.interfaces import interface_addresses
-from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
-from pyhvd.job.output import Output
-from pyhvd.job.pickles import dump_functions
+from pyhvd.job.rank.pickles import dump_functions
+from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection, check_frame
 from pyhvd.spark.errors import SparkError, StartTimeoutError
-from pyhvd.spark.job import CollectJob
+from pyhvd.spark.job import CollectJob, TaskSource, TaskTexts, serve_tasks
 from pyhvd.spark.slots import count_slots, wait_for_slots
-from pyhvd.spark.task_body import TaskBody
-from pyhvd.transport.tcp.connection import Address, Secret
+from pyhvd.spark.task_body import TaskBody, pack
+from pyhvd.transport.tcp.connection import Secret
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _log = logging.getLogger("pyhvd")
 
-_START_TIMEOUT_S = 600.0
 # Tasks have this long to kill their ranks and end; then Spark kills the Python workers.
 _STOP_S = 3.0
 JOB_END_S = 15.0
@@ -53,6 +55,9 @@ def run(
     kwargs: Mapping[str, Any] = {},
     num_proc: int | None = None,
     start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
     env: Mapping[str, str] | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -60,9 +65,6 @@ def run(
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
-    extra_mpi_args: str | None = None,
     launcher: str = "pmi",
     df: DataFrame | None = None,
 ) -> list[Any]:
@@ -76,6 +78,8 @@ def run(
         How many ranks; by default as many as the cluster's executors can run tasks at once.
     start_timeout : float, optional
         Seconds until all tasks must have started; PYHVD_SPARK_START_TIMEOUT or 600.
+    use_mpi, use_gloo, extra_mpi_args : optional
+        Horovod's. The last has mpiexec's arguments, as in a shell; the others have no effect.
     env : mapping of str to str, optional
         Variables of the ranks, in addition to those of the executors.
     stdout, stderr : text file, optional
@@ -86,8 +90,6 @@ def run(
         The driver's network interfaces for the tasks. MPI uses the first on every host.
     executable : str, optional
         The ranks' Python; by default that of the executors.
-    extra_mpi_args : str, optional
-        Arguments for mpiexec, as in a shell: ``"--mca btl_tcp_if_include eth1"``.
     launcher : ``"pmi"`` or ``"mpiexec"``
         ``"pmi"`` for MPICH and Intel MPI: the driver serves PMI-1. ``"mpiexec"`` for Open MPI.
     df : pyspark.sql.DataFrame, optional
@@ -132,39 +134,45 @@ def _run(
     if size is None:
         size = wait_for_slots(lambda: count_slots(context), timeout, is_dynamic(conf))
     dealt = None if df is None else deal(df, size)
-    fn, args, kwargs = call
-    code = dump_functions((fn, tuple(args), dict(kwargs)))
-    spec = JobSpec(size, code, rank_variables(env, chosen), executable, timeout)
+    code, broadcasts = pack(context, call, dump_functions)
+    spec = JobSpec(
+        code,
+        env=rank_variables(env, chosen),
+        executable=executable,
+        start_timeout=timeout,
+        ends_late=start_timeout is not None,
+    )
     bound, announced = driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
     secret = Secret()
-    rendezvous = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, executable)
+    rendezvous = PmiRendezvous() if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, executable)
     with as_spark_errors(), output:
-        service = DriverService(spec, secret, bound, output, rendezvous)
-        addresses = list(zip(announced, service.ports, strict=True))
+        source = TaskSource(size, secret, bound, rendezvous)
+        console = Console(_warn, _warn)
+        driver = GenerationDriver(spec, source, TaskTexts(size, timeout), output, console)
+        addresses = list(zip(announced, driver.connections.ports, strict=True))
         try:
-            results = _drive(context, service, size, addresses, secret, dealt)
+            results = _drive(context, driver, size, TaskBody(addresses, secret, broadcasts), dealt)
         finally:
-            service.close()
-            for each in service.placements if verbose >= 2 else ():
+            driver.close()
+            for each in driver.placements if verbose >= 2 else ():
                 _log.warning("rank %d was Spark task %d on %s", each.rank, each.index, each.host)
         return [load_result(rank, bytearray(result)) for rank, result in enumerate(results)]
 
 
 def _drive(
     context: Any,
-    service: DriverService,
+    driver: GenerationDriver,
     size: int,
-    addresses: list[Address],
-    secret: Secret,
+    body: TaskBody,
     rows: Selection | None,
 ) -> list[bytes]:
-    job = CollectJob(context, size, TaskBody(addresses, secret), _use_barrier(context.getConf()), rows)
+    job = CollectJob(context, size, body, _use_barrier(context.getConf()), rows)
     try:
-        return service.run(job)
+        return serve_tasks(driver, job)
     except BaseException as exc:  # Ctrl-C too
         # In this order: Spark logs long complaints about Python workers that it has to kill.
         try:
-            service.stop(type(exc).__name__, _STOP_S)
+            driver.stop(type(exc).__name__, _STOP_S)
         finally:
             job.cancel()
         if not job.join(JOB_END_S):
@@ -174,28 +182,31 @@ def _drive(
         job.close()
 
 
-def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
-    if use_gloo:
-        raise ValueError(
-            "use_gloo=True: pyhvd has no gloo, it reduces by MPI and shared memory; leave use_gloo out"
-        )
-    if use_mpi is False:
-        raise ValueError("use_mpi=False: pyhvd's ranks find each other by MPI alone; leave use_mpi out")
+def _warn(text: str) -> None:
+    _log.warning("%s", text)
+
+
+def _say_without_effect(what: str, why: str) -> None:
+    warnings.warn(f"pyhvd.spark.run: {what} has no effect: {why}", stacklevel=4)  # at the caller of run
 
 
 def _mpiexec_arguments(
     extra_mpi_args: str | None, launcher: str, use_gloo: bool | None = None, use_mpi: bool | None = None
 ) -> list[str] | None:
     """Return the user's arguments for mpiexec; None if the launcher is not mpiexec."""
-    _refuse(use_gloo, use_mpi)
+    if use_gloo:
+        _say_without_effect("use_gloo=True", "pyhvd has no gloo, it reduces by MPI and shared memory")
+    if use_mpi is False:
+        _say_without_effect("use_mpi=False", "pyhvd's ranks find each other by MPI alone")
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
     text = extra_mpi_args is None or isinstance(extra_mpi_args, str)
     expect(text, "extra_mpi_args", extra_mpi_args, "one string, as in a shell")
     if launcher == "pmi" and extra_mpi_args:
-        raise ValueError(
-            "extra_mpi_args are for mpiexec, which launcher='pmi' does not run: set MPI's variables with env,"
-            " or use launcher='mpiexec' with Open MPI"
+        _say_without_effect(
+            f"extra_mpi_args={extra_mpi_args!r}",
+            "they are for mpiexec, which launcher='pmi' does not run. Set MPI's variables with env, or use"
+            " launcher='mpiexec' with Open MPI",
         )
     if launcher == "pmi":
         return None
@@ -241,21 +252,10 @@ def driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
 
 def read_start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     """Return the argument, else the environment's value, else the default."""
-    source, value = "start_timeout", cast(Any, given)
-    for name in ("PYHVD_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
-        if value is None and name in environ:
-            source = name
-            try:
-                value = float(environ[name])
-            except ValueError:
-                value = math.nan
-    if value is None:
-        return _START_TIMEOUT_S
-    if not is_duration(value):
-        kind = ValueError if source == "start_timeout" else ConfigError
-        text = value if source == "start_timeout" else environ[source]
-        raise kind(f"{source}={text!r}: expected a number of seconds above 0")
-    return float(value)
+    if given is None:
+        return read_timeout(SPARK_START_TIMEOUT.suffix, SPARK_START_TIMEOUT.default, environ)
+    expect(is_duration(given), "start_timeout", given, "a number of seconds above 0")
+    return float(given)
 
 
 def _use_barrier(conf: Any) -> bool:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TextIO
 
-from pyhvd.job.agent_command import AgentProcess
-from pyhvd.job.call import (
+from pyhvd.config import read_timeout
+from pyhvd.job.agent.function_process import dump_call
+from pyhvd.job.driver.agent_command import AgentProcess
+from pyhvd.job.driver.agent_source import Checked, HostSlots
+from pyhvd.job.driver.arrivals import Arrivals, TaskAgent
+from pyhvd.job.driver.console import log_warning
+from pyhvd.job.driver.elastic_job import ElasticJob
+from pyhvd.job.driver.output import Output
+from pyhvd.job.machines.membership import Membership
+from pyhvd.job.machines.roster import ElasticLimits, Place
+from pyhvd.job.messages import Facts
+from pyhvd.job.mpi.rank_env import MPICH
+from pyhvd.job.mpi.rendezvous import PmiRendezvous
+from pyhvd.job.network.interfaces import interface_addresses
+from pyhvd.job.network.network_choice import Wanted
+from pyhvd.job.rank.call import (
     check_call,
     check_size,
     check_text_files,
@@ -21,21 +35,9 @@ from pyhvd.job.call import (
     is_duration,
     rank_variables,
 )
-from pyhvd.job.driver import JobSpec
-from pyhvd.job.function_process import dump_call
-from pyhvd.job.generation_driver import ElasticSpec, GenerationDriver
-from pyhvd.job.generation_env import JOB
-from pyhvd.job.hosts_driver import Checked, Seat
-from pyhvd.job.interfaces import interface_addresses
-from pyhvd.job.membership import Limits, Membership, StartGeneration
-from pyhvd.job.messages import Facts
-from pyhvd.job.mpi.rank_env import MPICH
-from pyhvd.job.network_choice import Wanted
-from pyhvd.job.output import Output
-from pyhvd.job.rendezvous import PmiRendezvous
-from pyhvd.run.elastic import clear_store, make_store
-from pyhvd.run.elastic_job import ElasticJob, GaveUp
-from pyhvd.run.environment import of_stores
+from pyhvd.job.spec import ELASTIC_TIMEOUT, ElasticSpec, JobSpec, argument_of
+from pyhvd.run.hosts.environment import of_stores
+from pyhvd.run.launchers.elastic import clear_store, make_store
 from pyhvd.spark.api import (
     JOB_END_S,
     active_context,
@@ -44,17 +46,16 @@ from pyhvd.spark.api import (
     is_dynamic,
     read_start_timeout,
 )
-from pyhvd.spark.arrivals import Arrivals, TaskAgent
 from pyhvd.spark.decommission import DecommissionWatch, may_decommission
 from pyhvd.spark.elastic_task import DECOMMISSIONED, ElasticTask
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.job import CollectJob
 from pyhvd.spark.slots import count_slots, wait_for_slots
+from pyhvd.spark.task_body import pack
 from pyhvd.transport.tcp.connection import Secret
 
 _log = logging.getLogger("pyhvd")
 
-_ELASTIC_TIMEOUT_S = 600.0
 # Between two looks at tasks that come when the job is over.
 _LOOK_S = 0.05
 # Of a task, by Spark's default.
@@ -79,6 +80,8 @@ def run_elastic(
     verbose: int = 1,
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
     executable: str | None = None,
     store: str | None = None,
 ) -> list[Any]:
@@ -92,10 +95,10 @@ def run_elastic(
     ----------
     num_proc : int, optional
         The number of ranks to start with; by default as many as the executors can run tasks at once.
-    min_num_proc, max_num_proc : int, optional
-        The fewest and the most ranks; by default `num_proc`.
+    min_num_proc, max_num_proc, min_np, max_np : int, optional
+        The fewest and the most ranks, by new or old name; by default `num_proc`.
     elastic_timeout : float, optional
-        Seconds for which the job waits for `min_num_proc` tasks after a loss; 600.
+        Seconds for which the job waits for `min_num_proc` tasks after a loss; PYHVD_ELASTIC_TIMEOUT or 600.
     reset_limit : int, optional
         How often the ranks may be started again; by default as long as there are commits in between.
     store : str, optional
@@ -104,17 +107,22 @@ def run_elastic(
     check_call((fn, args, kwargs), env, executable)
     expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
     expect(store is None or isinstance(store, str), "store", store, "a URL, as str")
+    least, most = _renamed("min", min_num_proc, min_np), _renamed("max", max_num_proc, max_np)
     chosen = interface_names(nics)
     own = [(name.encode(), value.encode()) for name, value in rank_variables(env, chosen).items()]
     shown = Output(*check_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
     timeout = read_start_timeout(start_timeout, os.environ)
     context = active_context()
     size = _count_slots(context, timeout) if num_proc is None else num_proc
-    limits = _limits(size, min_num_proc, max_num_proc, reset_limit, elastic_timeout)
-    code = dump_call((fn, tuple(args), dict(kwargs)), _HERE, own, [])
+    limits = _limits(size, least, most, reset_limit, elastic_timeout, timeout)
+    code, broadcasts = pack(context, (fn, args, kwargs), lambda call: dump_call(call, _HERE, own, []))
+    task = functools.partial(ElasticTask, executable=executable, broadcasts=broadcasts)
     with as_spark_errors():
-        spec = ElasticSpec(limits.max_np or size, "", make_store(store or "", 1, of_stores(own)), True)
-        return _serve(context, _Run(code, limits, timeout, spec), chosen, executable, shown)
+        elastic = ElasticSpec(limits.max_np or size, store=make_store(store or "", 1, of_stores(own)))
+        spec = JobSpec(
+            *(code, True, {}, None, timeout, start_timeout is not None), elastic=elastic, name_of=argument_of
+        )
+        return _serve(context, spec, limits, task, chosen, shown)
 
 
 def _count_slots(context: Any, timeout: float) -> int:
@@ -122,32 +130,56 @@ def _count_slots(context: Any, timeout: float) -> int:
 
 
 def _serve(
-    context: Any, wanted: _Run, nics: Sequence[str] | None, executable: str | None, shown: Output
+    context: Any,
+    spec: JobSpec,
+    limits: ElasticLimits,
+    make_task: Callable[..., ElasticTask],
+    nics: Sequence[str] | None,
+    shown: Output,
 ) -> list[Any]:
     """Start the tasks, and serve the job to its end; return the results."""
+    assert spec.elastic is not None
     conf = context.getConf()
     bound, announced = driver_hosts(conf) if nics is None else (interface_addresses(nics),) * 2
     secret = Secret()
     with shown as output, contextlib.closing(Arrivals(secret, bound)) as arrivals:
         addresses = list(zip(announced, arrivals.ports, strict=True))
-        most_failures = int(conf.get("spark.task.maxFailures", _MOST_FAILURES))
-        task = ElasticTask(addresses, secret, executable, most_failures)
-        spark = CollectJob(context, wanted.elastic.max_size, task, barrier=False)
+        task = make_task(
+            addresses, secret, most_failures=int(conf.get("spark.task.maxFailures", _MOST_FAILURES))
+        )
+        spark = CollectJob(context, spec.elastic.max_size, task, barrier=False)
         try:
             watch = None
             if may_decommission(conf):
                 watch = DecommissionWatch(lambda: context._jsc.sc().taskScheduler())
-            with contextlib.closing(_SparkJob(wanted, arrivals, spark, output, watch)) as job:
+            starter = _TaskStarter(spec, limits.min_np, arrivals, spark, watch)
+            membership = Membership(limits, time.monotonic())
+            with contextlib.closing(
+                ElasticJob(spec, membership, starter, arrivals, output, log_warning)
+            ) as job:
                 return job.serve_function()
         finally:
             _end(spark, arrivals)
-            if wanted.elastic.store is not None:
-                clear_store(wanted.elastic.store)
+            if spec.elastic.store is not None:
+                clear_store(spec.elastic.store)
+
+
+def _renamed(which: str, value: int | None, old: int | None) -> int | None:
+    """Return the value of an argument that may also have its old name, which warns as Horovod does."""
+    if old is None:
+        return value
+    warnings.warn(f"{which}_np is deprecated: use {which}_num_proc", DeprecationWarning, stacklevel=3)
+    return old if value is None else value
 
 
 def _limits(
-    size: int, least: int | None, most: int | None, reset_limit: int | None, timeout: float | None
-) -> Limits:
+    size: int,
+    least: int | None,
+    most: int | None,
+    reset_limit: int | None,
+    timeout: float | None,
+    start_timeout: float,
+) -> ElasticLimits:
     """Return the limits of the job; raise ValueError for numbers that do not fit."""
     check_size(size)
     least = size if least is None else check_size(least, "min_num_proc")
@@ -162,9 +194,16 @@ def _limits(
     if reset_limit is not None:
         right = isinstance(reset_limit, int) and not isinstance(reset_limit, bool) and reset_limit >= 0
         expect(right, "reset_limit", reset_limit, "a number of restarts, 0 at least")
-    seconds = _ELASTIC_TIMEOUT_S if timeout is None else timeout
+    option = ELASTIC_TIMEOUT
+    seconds = read_timeout(option.suffix, option.default) if timeout is None else timeout
     # A task whose agent is ended does not come back.
-    return Limits(least, most, size, reset_limit, seconds, leaves_out=False)
+    return ElasticLimits(
+        *(least, most, size, reset_limit),
+        elastic_timeout=seconds,
+        leaves_out=False,
+        start_timeout=start_timeout,
+        name_of=argument_of,
+    )
 
 
 def _end(spark: CollectJob, arrivals: Arrivals) -> None:
@@ -184,71 +223,80 @@ def _end(spark: CollectJob, arrivals: Arrivals) -> None:
     spark.close()
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What one call of :func:`run_elastic` asks for: the pickled call, and its limits."""
+class _TaskStarter:
+    """Takes tasks of Spark for agents: each is a host with one slot. An :class:`AgentStarter`.
 
-    code: bytes
-    limits: Limits
-    start_timeout: float
-    elastic: ElasticSpec
-
-
-class _SparkJob(ElasticJob):
-    """An elastic job whose agents are processes beside Spark's tasks."""
+    Parameters
+    ----------
+    spec : JobSpec
+        What the ranks run.
+    least : int
+        The fewest ranks.
+    arrivals : Arrivals
+        The tasks that have connected.
+    spark : CollectJob
+        The job in Spark.
+    watch : DecommissionWatch or None
+        Knows which executors are being decommissioned.
+    """
 
     def __init__(
         self,
-        wanted: _Run,
+        spec: JobSpec,
+        least: int,
         arrivals: Arrivals,
         spark: CollectJob,
-        output: Output,
         watch: DecommissionWatch | None,
     ) -> None:
-        membership = Membership(wanted.limits, time.monotonic())
-        super().__init__(membership, arrivals, None, wanted.start_timeout)
-        self._wanted = wanted
+        self._least = least
         self._arrivals = arrivals
         self._spark = spark
-        self._output = output
-        self._letters = secrets.token_hex(3)
-        self._start_by = time.monotonic() + wanted.start_timeout
         self._watch = watch
+        self._start_timeout = spec.start_timeout
+        self._start_by = time.monotonic() + spec.start_timeout
 
-    def close(self) -> None:
-        """See :meth:`ElasticJob.close`."""
-        if self._watch is not None:
-            self._watch.close()
-        super().close()
+    def command(self, host: str) -> Sequence[str]:
+        """See :meth:`AgentStarter.command`."""
+        return [host]
 
-    def look_at_notices(self, now: float) -> None:
-        """Drain the agents whose executors are being decommissioned, too."""
-        super().look_at_notices(now)
-        if self._watch is None:
-            return
-        self._watch.tasks = tasks = self._arrivals.tasks
-        for host in sorted(self._watch.leaving & tasks.keys()):
-            self._membership.drain(host, now, DECOMMISSIONED)
+    def start(self, command: Sequence[str]) -> TaskAgent:
+        """See :meth:`AgentStarter.start`."""
+        return self._arrivals.agent(command[0])
 
-    def end_command(self, host: str, command: AgentProcess) -> None:
+    def end(self, host: str, agent: AgentProcess) -> None:
         """Let Spark start the task again on another executor, if this one is being decommissioned."""
-        if self._watch is not None and host in self._watch.leaving and isinstance(command, TaskAgent):
-            command.stop(DECOMMISSIONED)
-        super().end_command(host, command)
+        if self._watch is not None and host in self._watch.leaving and isinstance(agent, TaskAgent):
+            agent.stop(DECOMMISSIONED)
+        agent.end()
+        agent.close()
 
-    def step(self, now: float) -> None:
-        """See :meth:`ElasticJob.step`."""
+    def explain(self, host: str, code: int, said: str) -> tuple[str, bool]:  # noqa: ARG002
+        """See :meth:`AgentStarter.explain`."""
+        return "its task has ended", False
+
+    def prepare(self, places: Sequence[Place]) -> tuple[list[HostSlots], Checked, Wanted]:
+        """See :meth:`AgentStarter.prepare`."""
+        hosts = [HostSlots(place.host, place.slots, self.command(place.host)) for place in places]
+        facts = Facts(MPICH, "MPICH", True, "")
+        return hosts, Checked(_HERE, "", facts, PmiRendezvous()), Wanted(probe=False)
+
+    def leaving(self) -> Mapping[str, str]:
+        """Return the tasks whose executors are being decommissioned."""
+        if self._watch is None:
+            return {}
+        self._watch.tasks = tasks = self._arrivals.tasks
+        return dict.fromkeys(sorted(self._watch.leaving & tasks.keys()), DECOMMISSIONED)
+
+    def why_over(self, number: int, now: float) -> Exception | None:
+        """See :meth:`AgentStarter.why_over`."""
         if self._spark.done:
-            raise GaveUp(self._why_spark_ended())
-        if self.number < 0 and now > self._start_by:
-            least, seconds = self._wanted.limits.min_np, self._wanted.start_timeout
-            raise GaveUp(
-                StartTimeoutError(
-                    f"less than {least} tasks have started within {seconds:g} s: does the cluster have as"
-                    " many free slots? See start_timeout and min_num_proc"
-                )
+            return self._why_spark_ended()
+        if number < 0 and now >= self._start_by:  # the membership gives up then, too
+            return StartTimeoutError(
+                f"less than {self._least} tasks have started within {self._start_timeout:g} s: does the"
+                " cluster have as many free slots? See start_timeout and min_num_proc"
             )
-        super().step(now)
+        return None
 
     def _why_spark_ended(self) -> Exception:
         try:
@@ -257,43 +305,7 @@ class _SparkJob(ElasticJob):
             return exc
         return SparkError("all tasks have ended, as they have not heard of the driver")
 
-    def command(self, host: str) -> Sequence[str]:
-        """See :meth:`ElasticJob.command`."""
-        return [host]
-
-    def start_command(self, command: Sequence[str]) -> TaskAgent:
-        """See :meth:`ElasticJob.start_command`."""
-        return self._arrivals.agent(command[0])
-
-    def explain(self, host: str, code: int, said: str) -> tuple[str, bool]:  # noqa: ARG002
-        """See :meth:`ElasticJob.explain`."""
-        return "its task has ended", False
-
-    def signals(self, driver: GenerationDriver) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """Leave signals to the program that called, of which this job may be any thread."""
-        return contextlib.nullcontext()
-
-    def say(self, text: str) -> None:
-        """Show a line, unless the user wants none."""
-        _log.warning("%s", text.removeprefix("pyhvd: "))
-
-    def make_driver(self, begins: StartGeneration) -> GenerationDriver:
-        """See :meth:`ElasticJob.make_driver`."""
-        wanted, size = self._wanted, sum(place.slots for place in begins.places)
-        return GenerationDriver(
-            begins.number,
-            wanted.elastic,
-            self.commit,
-            self.holders,
-            self.step,
-            self.kept,
-            JobSpec(size, wanted.code, {JOB: self._letters}, start_timeout=wanted.start_timeout),
-            [Seat(place.host, place.slots, self.command(place.host)) for place in begins.places],
-            lambda: Checked(_HERE, "", Facts(MPICH, "MPICH", True, ""), PmiRendezvous()),
-            self.explain,
-            self._output,
-            self.say,
-            None,
-            Wanted(probe=False),
-            None,
-        )
+    def close(self) -> None:
+        """See :meth:`AgentStarter.close`."""
+        if self._watch is not None:
+            self._watch.close()

@@ -1,14 +1,28 @@
-"""The job in Spark: one task per rank, in its own job group; its own thread collects the results."""
+"""The job in Spark: one task per rank, in its own job group; its own thread collects the results.
+
+:mod:`pyhvd.job.driver.generation_driver` serves the ranks; its agents are the tasks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
+import math
 import os
+import selectors
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pyhvd.common.text import list_numbers
+from pyhvd.errors import RankFailedError, RemoteError
+from pyhvd.job.driver.generation_driver import GenerationDriver
+from pyhvd.job.errors import LaunchError, StartTimeoutError
+from pyhvd.job.machines.agent_pool import AgentPool
+from pyhvd.job.messages import Hello, Member
+from pyhvd.job.mpi.rendezvous import RankPlacement, Rendezvous
+from pyhvd.job.process.exit_report import ExitReport
 from pyhvd.spark.data.partition import collect_beside
 from pyhvd.spark.data.schema import Selection
 from pyhvd.spark.elastic_task import ElasticTask
@@ -16,15 +30,134 @@ from pyhvd.spark.errors import DataError, SparkError, reason_of
 from pyhvd.spark.task_body import TaskBody
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pyspark import SparkContext
+
+    from pyhvd.job.connections import ConnectionServer, Peer
+    from pyhvd.transport.tcp.connection import Secret
 
 _log = logging.getLogger("pyhvd")
 
 _numbers = itertools.count()
+# After the Spark job has failed, its ranks have this long to report the cause.
+_LAST_REPORTS_S = 1.0
+
+
+@dataclass(frozen=True)
+class TaskTexts:
+    """The errors of a job whose agents are tasks; a :class:`~pyhvd.job.machines.machine.JobTexts`."""
+
+    size: int
+    start_timeout: float
+
+    def name(self, placement: RankPlacement) -> str:
+        """See :meth:`JobTexts.name`."""
+        return placement.host
+
+    def describe_loss(self, member: Member, why: str) -> str:
+        """See :meth:`JobTexts.describe_loss`."""
+        return f"Spark task {member.index} on host {member.host} {why}"
+
+    def late_error(self, waits_for: str) -> Exception:
+        """See :meth:`JobTexts.late_error`."""
+        return StartTimeoutError(
+            f"all {self.size} Spark tasks have started, but not all ranks within {self.start_timeout:g} s:"
+            f" {waits_for}"
+        )
+
+    def missing_error(self, pool: AgentPool) -> Exception:
+        """See :meth:`JobTexts.missing_error`."""
+        size, missing = self.size, pool.missing
+        return StartTimeoutError(
+            f"{len(missing)} of {size} Spark tasks have not started within"
+            f" {self.start_timeout:g} s: index {list_numbers(missing)}. Does the cluster have {size} free"
+            " slots? Ask for fewer ranks with num_proc, stop what uses the slots, or wait longer with"
+            " start_timeout or PYHVD_SPARK_START_TIMEOUT",
+            missing,
+        )
+
+    def failure(self, cause: ExitReport, placement: RankPlacement | None) -> Exception:
+        """See :meth:`JobTexts.failure`."""
+        if placement is None:
+            return LaunchError(cause.text)
+        error = RankFailedError(
+            f"rank {cause.rank} of {self.size} on host {placement.host} (Spark task {placement.index})"
+            f" {cause.text}",
+            cause.rank,
+        )
+        if cause.traceback:
+            error.__cause__ = RemoteError(cause.rank, cause.traceback)
+        return error
+
+
+class TaskSource:
+    """Waits for tasks of Spark, which connect by themselves; an :class:`AgentSource`.
+
+    Parameters
+    ----------
+    size : int
+        The number of ranks.
+    secret : Secret
+        The key that an agent must hold.
+    addresses : sequence of str
+        Where agents connect.
+    rendezvous : Rendezvous
+        How the ranks find each other.
+    agents : int, optional
+        The number of agents; by default one for each rank.
+    """
+
+    gone = "its Spark task is gone (Python worker, executor or host)"
+
+    def __init__(
+        self,
+        size: int,
+        secret: Secret,
+        addresses: Sequence[str],
+        rendezvous: Rendezvous,
+        agents: int | None = None,
+    ) -> None:
+        self.size = size
+        self.pool = AgentPool([""] * (agents or size), starts=False)
+        self.secret = secret
+        self.addresses = addresses
+        self._rendezvous = rendezvous
+
+    def find_rendezvous(self) -> Rendezvous:
+        """See :meth:`AgentSource.find_rendezvous`."""
+        return self._rendezvous
+
+    def name_of(self, peer: Peer) -> str:  # noqa: ARG002
+        """See :meth:`AgentSource.name_of`."""
+        return ""
+
+    def join(self, connections: ConnectionServer) -> None:
+        """See :meth:`AgentSource.join`."""
+
+    def start(self, index: int) -> None:
+        """See :meth:`AgentSource.start`."""
+
+    def greet(self, peer: Peer, greeting: Hello) -> None:
+        """See :meth:`AgentSource.greet`."""
+
+    def admits(self, peer: Peer, member: Member) -> bool:  # noqa: ARG002
+        """See :meth:`AgentSource.admits`."""
+        return True
+
+    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str]:  # noqa: ARG002
+        """See :meth:`AgentSource.lose`."""
+        return []
+
+    def check(self, now: float) -> None:
+        """See :meth:`AgentSource.check`."""
+
+    def close(self) -> None:
+        """See :meth:`AgentSource.close`."""
 
 
 class CollectJob:
-    """Runs a task body in every partition, of `rows` if given; starts at once. For :class:`DriverService`.
+    """Runs a task body in every partition, of `rows` if given; starts at once.
 
     Spark's `collect` cannot be interrupted, and may never return. So a thread calls it, and the caller can
     poll :meth:`fileno`. With `barrier`, Spark starts either all tasks or none.
@@ -130,3 +263,43 @@ class CollectJob:
         tasks = data.barrier().mapPartitions(self._body) if self._barrier else data.mapPartitions(self._body)
         collected: list[tuple[int, bytes]] = tasks.collect()
         return collected
+
+
+def serve_tasks(driver: GenerationDriver, job: CollectJob) -> list[bytes]:
+    """Serve the ranks until Spark's job is over; return their pickled results in rank order.
+
+    Raises
+    ------
+    RankFailedError
+        A rank raised, ended, was killed, or its host is lost.
+    StartTimeoutError
+        Some tasks did not register in time.
+    LaunchError
+        Spark ended the job for a reason of its own.
+    """
+    driver.selector.register(job, selectors.EVENT_READ, lambda: None)
+    job_ended = math.inf
+    try:
+        driver.begin()
+        while True:
+            now = driver.step()
+            if not job.done:
+                continue
+            _ignore(driver, job)
+            try:
+                by_rank = dict(job.results())
+            except LaunchError:
+                job_ended = min(job_ended, now)
+                if now > job_ended + _LAST_REPORTS_S and not driver.machine.failing:
+                    raise
+            else:
+                driver.receive_the_rest()
+                return [by_rank[rank] for rank in range(driver.machine.size)]
+    finally:
+        _ignore(driver, job)
+
+
+def _ignore(driver: GenerationDriver, job: CollectJob) -> None:
+    """Take a job out of the selector: once over, it stays readable, and no turn would wait."""
+    with contextlib.suppress(KeyError):
+        driver.selector.unregister(job)

@@ -1,4 +1,12 @@
-"""The function that Spark runs for each partition: a task, which is the agent of one rank."""
+"""The function that Spark runs for each partition: a task, which is the agent of one rank.
+
+The rank is a process beside the task's Python worker. Of its task it may use:
+
+1. Broadcast variables. Spark brings them to the worker, as the body holds them; the rank reads their files.
+2. ``SparkFiles``: the rank has the worker's folder.
+
+Accumulators are refused: the worker would not learn what a rank adds.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +15,66 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pyhvd.common.host_id import host_hash
-from pyhvd.job.agent import LAST_MESSAGES_S, Agent, Dismissed
+from pyhvd.job.agent.agent import LAST_MESSAGES_S, Agent, Dismissed
+from pyhvd.job.agent.rank_process import RankProcess
 from pyhvd.job.messages import Member
-from pyhvd.job.rank_process import RankProcess
+from pyhvd.job.rank.imports import SPARK_TASK, prepare_pyspark
+from pyhvd.job.rank.pickles import PreparedCall
+from pyhvd.spark.errors import SparkError
 from pyhvd.spark.resources import RESOURCES
 from pyhvd.transport.tcp.connection import Address, Secret, connect
+
+
+def pack(
+    context: Any, call: tuple[Any, Sequence[Any], Mapping[str, Any]], dump: Callable[[Any], bytes]
+) -> tuple[bytes, dict[int, Any]]:
+    """Return a call as `dump` pickles it for ranks, and the broadcast variables in it by number.
+
+    Raises
+    ------
+    SparkError
+        Spark encrypts the files of broadcast variables.
+    """
+    fn, args, kwargs = call
+    registry = context._pickled_broadcast_vars  # of this thread; Spark's next job would take what is in it
+    before = set(registry)
+    registry.clear()
+    try:
+        code = dump(PreparedCall(prepare_pyspark, (fn, tuple(args), dict(kwargs))))
+        found = {each._jbroadcast.id(): each for each in registry}
+    finally:
+        registry.clear()
+        for each in before:
+            registry.add(each)
+    if found and context.getConf().get("spark.io.encryption.enabled", "false").lower() == "true":
+        raise SparkError(
+            "the function uses a broadcast variable, whose file Spark encrypts (spark.io.encryption.enabled),"
+            " and ranks cannot read it: pass the value in args"
+        )
+    return code, found
+
+
+def rank_variables(broadcasts: Mapping[int, Any]) -> dict[str, str]:
+    """Return the variables of a rank whose task has these broadcast variables; call it in the task."""
+    from pyspark import SparkFiles
+
+    paths = {number: each._path for number, each in broadcasts.items()}
+    return {SPARK_TASK: json.dumps({"folder": SparkFiles.getRootDirectory(), "broadcasts": paths})}
 
 
 class TaskBody:
     """Runs one rank for a partition; Spark pickles it and sends it to the executors."""
 
-    def __init__(self, addresses: Sequence[Address], secret: Secret) -> None:
+    def __init__(
+        self, addresses: Sequence[Address], secret: Secret, broadcasts: Mapping[int, Any] = {}
+    ) -> None:
         self._addresses = list(addresses)
         self._secret = secret
+        self._broadcasts = dict(broadcasts)
 
     def __call__(self, partition: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         """Yield the rank and its pickled result; yield nothing if the driver has ended the job."""
@@ -41,7 +92,7 @@ class TaskBody:
         # Not attemptNumber(): when Spark retries a barrier stage as a whole, that begins at 0 again.
         attempt = context.taskAttemptId()
         resources = {name: list(each.addresses) for name, each in context.resources().items()}
-        env = {RESOURCES: json.dumps(resources)}
+        env = {RESOURCES: json.dumps(resources), **rank_variables(self._broadcasts)}
         return run_task(self._addresses, self._secret, index, attempt, files, env)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pyhvd.run.drain_socket import DrainError, ask_to_drain, find_jobs
+from pyhvd.job.driver.drain_socket import DrainError, ask_to_drain, find_jobs
 
 _EXAMPLES = """\
 examples, on the host of pyhvdrun:

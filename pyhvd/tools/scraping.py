@@ -1,8 +1,7 @@
 """Reading the metrics of a job's ranks over HTTP, and the rates between two readings.
 
-Owns :class:`Reading`, one rank's metrics at one moment, and the differences of two readings: :class:`Row` of
-a rank, and :class:`HostRow` of what crosses to and from a host.
-Knows nothing of screens.
+Owns :class:`MetricsReading`, one rank's metrics at one moment, and the differences of two readings:
+:class:`RateRow` of a rank, and :class:`HostRow` of what crosses to and from a host. Knows nothing of screens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MOST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricsReading:
     """One rank's metrics at one moment (monotonic s): values by sample name and label values.
 
     The generation is that of the rank in an elastic job; None in any other job.
@@ -56,7 +55,7 @@ class Reading:
 class Scrape:
     """The readings of a job's endpoints at one time; ``silent`` endpoints exist but did not answer."""
 
-    readings: list[Reading]
+    readings: list[MetricsReading]
     silent: list[str]
 
     @property
@@ -80,7 +79,7 @@ def scrape(urls: Sequence[str], timeout: float = 2.0) -> Scrape:
     return Scrape(readings, [url for url, (text, _) in zip(urls, answers, strict=True) if text is None])
 
 
-def parse(text: str, when: float) -> Reading | None:
+def parse(text: str, when: float) -> MetricsReading | None:
     """Return the reading of an endpoint; None if the endpoint is not a rank of pyhvd."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
@@ -98,7 +97,7 @@ def parse(text: str, when: float) -> Reading | None:
             return None
         info = dict(next(iter(samples["pyhvd_info"])))
         generation = int(info["generation"]) if info.get("generation") else None
-        return Reading(when, int(info["rank"]), int(info["size"]), info["job"], samples, generation)
+        return MetricsReading(when, int(info["rank"]), int(info["size"]), info["job"], samples, generation)
     except (ValueError, LookupError):  # the parser raises one of these for text of another format
         return None
 
@@ -128,7 +127,7 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
 
 
 @dataclass(slots=True)
-class Row:
+class RateRow:
     """Rates of one rank between two readings, ``seconds`` apart; None for shares without data.
 
     Attributes
@@ -185,14 +184,14 @@ class HostRow:
     awaited_percent: float | None = None
 
 
-def host_rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[HostRow]:
+def host_rates(before: Sequence[MetricsReading], after: Sequence[MetricsReading]) -> list[HostRow]:
     """Return a row for each host that is another host to some rank; empty without links."""
     pairs = _pairs(before, after)
     hosts = {host for _, now in pairs for host in now.by("pyhvd_link_sent_bytes_total", "other_host")}
     return [_host_row(host, pairs) for host in sorted(hosts)]
 
 
-def _host_row(host: str, pairs: Sequence[tuple[Reading, Reading]]) -> HostRow:
+def _host_row(host: str, pairs: Sequence[tuple[MetricsReading, MetricsReading]]) -> HostRow:
     row = HostRow(host, 0.0, 0.0, 0.0)
     slept = passed = last = exchanges = 0.0
     for then, now in pairs:
@@ -216,7 +215,7 @@ def _host_row(host: str, pairs: Sequence[tuple[Reading, Reading]]) -> HostRow:
     return row
 
 
-def rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[Row]:
+def rates(before: Sequence[MetricsReading], after: Sequence[MetricsReading]) -> list[RateRow]:
     """Return a row for each rank that both readings have."""
     pairs = _pairs(before, after)
     rows = [_row(then, now) for then, now in pairs]
@@ -229,12 +228,14 @@ def rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[Row]:
     return rows
 
 
-def _pairs(before: Sequence[Reading], after: Sequence[Reading]) -> list[tuple[Reading, Reading]]:
+def _pairs(
+    before: Sequence[MetricsReading], after: Sequence[MetricsReading]
+) -> list[tuple[MetricsReading, MetricsReading]]:
     earlier = {reading.who: reading for reading in before}
     return [(earlier[reading.who], reading) for reading in after if reading.who in earlier]
 
 
-def _row(then: Reading, now: Reading) -> Row:
+def _row(then: MetricsReading, now: MetricsReading) -> RateRow:
     seconds = _passed(then, now)
 
     def grown(name: str) -> float:
@@ -243,7 +244,7 @@ def _row(then: Reading, now: Reading) -> Row:
     hits, misses = grown("pyhvd_cache_hits_total"), grown("pyhvd_cache_misses_total")
     lanes = _grown_by(then, now, "pyhvd_tensors_total", "lane")
     everything = sum(lanes.values())
-    return Row(
+    return RateRow(
         job=now.job,
         rank=now.rank,
         seconds=seconds,
@@ -258,12 +259,12 @@ def _row(then: Reading, now: Reading) -> Row:
     )
 
 
-def _grown_by(then: Reading, now: Reading, name: str, label: str) -> dict[str, float]:
+def _grown_by(then: MetricsReading, now: MetricsReading, name: str, label: str) -> dict[str, float]:
     """Return the growth of a metric, by one of its labels; 0 for a count that began anew."""
     before = then.by(name, label)
     return {key: max(n - before.get(key, 0.0), 0.0) for key, n in now.by(name, label).items()}
 
 
-def _passed(then: Reading, now: Reading) -> float:
+def _passed(then: MetricsReading, now: MetricsReading) -> float:
     """Return the seconds between two readings, never 0."""
     return max(now.when - then.when, 1e-9)

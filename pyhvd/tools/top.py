@@ -17,10 +17,10 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+from pyhvd.common.tables import align
 from pyhvd.observe.endpoint_files import RankFile, read_files
 from pyhvd.run.cli import positive_float, positive_int
-from pyhvd.tools.scraping import HostRow, Row, host_rates, rates, scrape
-from pyhvd.tools.tables import align
+from pyhvd.tools.scraping import HostRow, RateRow, host_rates, rates, scrape
 
 _EXAMPLES = """\
 examples:
@@ -141,7 +141,7 @@ def _host(address: str) -> str:
 # -- screens -------------------------------------------------------------------------------------------
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: RateRow) -> tuple[str, ...]:
     """Return the texts of a row."""
     by_share = sorted(row.lanes.items(), key=lambda item: -item[1])
     lane = " ".join(name if share > 99.5 else f"{name} {share:.0f}%" for name, share in by_share)
@@ -168,7 +168,7 @@ def host_cells(row: HostRow) -> tuple[str, ...]:
     )
 
 
-def heading(rows: Sequence[Row], job: str, size: int, silent: int = 0) -> str:
+def heading(rows: Sequence[RateRow], job: str, size: int, silent: int = 0) -> str:
     """Return the line above the table: number of ranks, silent ranks, and the slowest rank."""
     later = "" if rows[0].generation is None else f" of generation {rows[0].generation}"
     text = f"{job}: {len(rows)} of {size} ranks{later}, over {rows[0].seconds:.2f} s"
@@ -185,11 +185,11 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}%"
 
 
-Show = Callable[[str, Sequence[Row], Sequence[HostRow]], None]
+Show = Callable[[str, Sequence[RateRow], Sequence[HostRow]], None]
 """Shows the rows of one interval under a title: of ranks, and of hosts if there are links."""
 
 
-def _show_json(title: str, rows: Sequence[Row], hosts: Sequence[HostRow]) -> None:
+def _show_json(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:
     ranks = [dataclasses.asdict(row) for row in rows]
     found = {
         "job": rows[0].job,
@@ -200,7 +200,7 @@ def _show_json(title: str, rows: Sequence[Row], hosts: Sequence[HostRow]) -> Non
     print(json.dumps(found), flush=True)
 
 
-def _show_plain(title: str, rows: Sequence[Row], hosts: Sequence[HostRow]) -> None:
+def _show_plain(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:
     lines = align([_COLUMNS, *map(cells, rows)])
     if hosts:
         lines += ["", *align([_HOST_COLUMNS, *map(host_cells, hosts)], left=1)]
@@ -225,7 +225,7 @@ def _rich_screen() -> Iterator[Show]:
             table.add_row(*map(escape, line))
         return table
 
-    def show(title: str, rows: Sequence[Row], hosts: Sequence[HostRow]) -> None:
+    def show(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:
         tables = [table_of(_COLUMNS, map(cells, rows), _KEY, title)]
         if hosts:
             tables.append(table_of(_HOST_COLUMNS, map(host_cells, hosts), _HOST_KEY))

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from pyhvd.common.tables import print_table
 from pyhvd.common.text import describe_ranks
 from pyhvd.observe.trace.files import TraceError
 from pyhvd.observe.trace.loading import RankTrace, load
 from pyhvd.observe.trace.merging import merge
 from pyhvd.observe.trace.summary import PARTS, Across, Total, summarise, summarise_hosts
-from pyhvd.tools.tables import print_table
 
 _EXAMPLES = """\
 examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -18,32 +19,45 @@ from pyhvd.elastic import (
     max_size as max_size,
     run as run,
 )
-from pyhvd.elastic.handlers import ByStateDict, Handler
+from pyhvd.elastic.handlers import ByStateDict, Handler, register
+from pyhvd.torch import optimizer_state
 
 __all__ = [*elastic.__all__, "TorchState"]
-
-# Not options: the parameters themselves, and their names.
-_FIXED = ("params", "param_names")
 
 
 class ElasticSampler(elastic.ElasticSampler, torch.utils.data.Sampler[int]):
     """:class:`pyhvd.elastic.ElasticSampler` for a DataLoader; the parameters are the same."""
 
 
-class _OfOptimizers(ByStateDict):
+class _OfModels(ByStateDict):
+    """Models; parameters and buffers get the dtype that was saved."""
+
+    def load(self, value: Any, dumped: Any) -> Any:
+        value.load_state_dict(dumped)
+        own = (value.named_parameters(remove_duplicate=False), value.named_buffers(remove_duplicate=False))
+        for name, tensor in itertools.chain(*own):
+            saved = dumped.get(name)
+            if isinstance(saved, torch.Tensor) and saved.dtype != tensor.dtype:
+                tensor.grad = None
+                tensor.data = saved.to(tensor.device)
+        return value
+
+
+class _OfOptimizers(Handler):
     """Optimizers; their options, such as the learning rate, are settings."""
 
+    def dump(self, value: Any) -> Any:
+        return optimizer_state.take(value)
+
+    def load(self, value: Any, dumped: Any) -> Any:
+        optimizer_state.put(value, dumped)
+        return value
+
     def settings(self, value: Any) -> Any:
-        return [{name: group[name] for name in group if name not in _FIXED} for group in value.param_groups]
+        return optimizer_state.options_of(value)
 
     def load_settings(self, value: Any, settings: Any) -> Any:
-        for group, options in zip(value.param_groups, settings, strict=True):
-            for name, option in options.items():
-                own = group.get(name)
-                if isinstance(own, torch.Tensor) and isinstance(option, torch.Tensor):
-                    own.copy_(option)  # a CUDA graph may refer to it
-                else:
-                    group[name] = option
+        optimizer_state.put_options(value, settings, optimizer_state.options_of(value))
         return value
 
 
@@ -71,8 +85,6 @@ class TorchState(ObjectState):
     def __init__(self, model: Any = None, optimizer: Any = None, **attributes: Any) -> None:
         super().__init__(model=model, optimizer=optimizer, **attributes)
 
-    def handler(self, value: Any) -> Handler:
-        return _OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else super().handler(value)
 
-
-_OF_OPTIMIZERS = _OfOptimizers()
+register(torch.nn.Module, _OfModels())
+register(torch.optim.Optimizer, _OfOptimizers())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -10,11 +10,14 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pyhvd.api import collectives
+from pyhvd.api.call import refusing
 from pyhvd.api.objects import allgather_object, broadcast_object
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.api.topology import rank
-from pyhvd.devices.torch_host_arrays import why_not
+from pyhvd.devices.torch_tensors import why_no_memory
 from pyhvd.errors import MismatchError
+from pyhvd.negotiation.messages import RequestType
+from pyhvd.torch.optimizer_state import Missing, dump, load, parameters_of, put, take
 from pyhvd.torch.plan import Description, ParameterInfo, describe_differences
 
 # A tensor of fewer bytes travels in a common message with others.
@@ -46,11 +49,11 @@ def broadcast_parameters(
     ValueError
         ``params`` is of another kind.
     TypeError
-        A parameter is lazy, and has no shape yet.
+        A parameter has no memory: it is lazy, a DTensor, or on the device meta.
     MismatchError
         Names, shapes or dtypes differ between the ranks; the text has all differences.
     """
-    named, others = _sort_out(params)
+    named, others = _sort_out(params, process_set)
     infos = tuple(ParameterInfo.of(name, tensor) for name, tensor in named.items())
     terms = {"values that are no tensors": ", ".join(sorted(others))}
     compare(Description(infos, (), terms, ()), "broadcast_parameters", process_set)
@@ -79,8 +82,9 @@ def broadcast_optimizer_state(
     """Give all ranks the root's state of an optimizer, and its options such as the learning rate.
 
     The optimizer may be of any kind. It may have state on some ranks only, as when the root has resumed from
-    a checkpoint. No rank steps. If the root has no state, parameters without gradient get zeros as gradients,
-    as in Horovod.
+    a checkpoint. The other ranks call its ``load_state_dict``. Afterwards they have the root's state, bit by
+    bit; their own tensors of the same dtype and shape stay, and are overwritten. No rank steps. If the root
+    has no state, parameters without gradient get zeros as gradients, as in Horovod.
 
     Parameters
     ----------
@@ -100,58 +104,30 @@ def broadcast_optimizer_state(
     """
     sizes = str([len(group["params"]) for group in optimizer.param_groups])
     compare(Description((), (), {"numbers of parameters": sizes}, ()), _STATE, process_set)
-    here = rank() == root_rank
-    tensors: list[Any] = []
-
-    def take_out(tensor: Any) -> Any:
-        tensors.append(tensor)
-        return _Missing(tuple(tensor.shape), str(tensor.dtype), tensor.device.type != "cpu")
-
-    state = _replace(optimizer.state_dict(), torch.Tensor, take_out) if here else None
-    state = broadcast_object(state, root_rank, f"{_STATE}: structure", process_set)
-    if not here:
-        device = next((each.device for group in optimizer.param_groups for each in group["params"]), "cpu")
-
-        def put_in(missing: _Missing) -> Any:
-            tensors.append(missing.make(device))
-            return tensors[-1]
-
-        state = _replace(state, _Missing, put_in)
+    parameters, name = parameters_of(optimizer), f"{_STATE}: structure"
+    taken: dict[str, Any] = {}
+    if here := rank() == root_rank:
+        # The other ranks wait for the first message of broadcast_object.
+        with refusing(RequestType.BROADCAST, f"{name}.sz", process_set):
+            taken = take(optimizer)
+            data, tensors = dump(taken, parameters)
+        broadcast_object((data, [Missing.of(each) for each in tensors]), root_rank, name, process_set)
+    else:
+        data, missing = broadcast_object(None, root_rank, name, process_set)
+        device = next((each.device for each in parameters if each.device.type != "cpu"), "cpu")
+        tensors = [each.make(device) for each in missing]
     numbered = [(f"{_STATE} {number}", tensor) for number, tensor in enumerate(tensors)]
     _broadcast_tensors(numbered, root_rank, process_set)
     if not here:
-        optimizer.load_state_dict(state)
-    if not state["state"]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        taken = load(data, parameters, tensors)
+        put(optimizer, taken)
+    if not taken["state"]:
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
-class _Missing(msgspec.Struct, frozen=True):
-    """Stands for a tensor that follows."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    on_device: bool
-
-    def make(self, device: Any) -> Any:
-        dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        return torch.empty(self.shape, dtype=dtype, device=device if self.on_device else "cpu")
-
-
-def _replace(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which objects of one type are changed."""
-    if isinstance(tree, kind):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: _replace(value, kind, change) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_replace(value, kind, change) for value in tree)
-    return tree
-
-
-def _sort_out(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sort_out(params: Any, process_set: ProcessSet) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors by name, each memory once; and a mapping's other values."""
     if isinstance(params, Mapping):
         pairs: list[Any] = sorted(params.items())
@@ -173,8 +149,10 @@ def _sort_out(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, tensor in pairs:
         if not isinstance(tensor, torch.Tensor):
             continue
-        if torch.nn.parameter.is_lazy(tensor):
-            raise TypeError(f"broadcast_parameters, {name!r}: {why_not(tensor)}")
+        if why := why_no_memory(tensor):
+            # The other ranks wait for the first message of compare().
+            with refusing(RequestType.ALLGATHER, "broadcast_parameters: parameters.sz", process_set):
+                raise TypeError(f"broadcast_parameters, {name!r}: {why}")
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device, tensor.dtype)
         if memory not in seen or tensor.numel() == 0:
             named[name] = tensor

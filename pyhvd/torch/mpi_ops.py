@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from pyhvd.api import collectives as _core
 from pyhvd.api.call import resolve_op
@@ -49,6 +50,7 @@ from pyhvd.api.collectives import (
 from pyhvd.api.compression import Compressor, compress_all, compress_one, decompress_all
 from pyhvd.api.handles import Handle, poll as poll, synchronize as synchronize
 from pyhvd.api.process_sets import ProcessSet, global_process_set
+from pyhvd.devices.torch_tensors import why_no_memory
 from pyhvd.dtypes import ReduceOp
 from pyhvd.errors import UnsupportedOpError
 from pyhvd.torch.compression import Compression
@@ -58,12 +60,35 @@ _LINEAR = (Average, Sum)
 
 
 def _is_recorded(tensor: Any) -> bool:
-    """Return whether autograd records what is done with this tensor."""
-    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+    """Return whether autograd records what is done with this tensor; else the call itself may refuse it."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.requires_grad
+        and torch.is_grad_enabled()
+        and not (_is_special(tensor) and why_no_memory(tensor))
+    )
+
+
+def _is_special(tensor: Any) -> bool:
+    """Return whether torch may refuse to record a call with a tensor, for a reason that pyhvd knows."""
+    is_in_transform = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return is_in_transform or _has_own_class(tensor)
 
 
 def _is_recorded_group(tensors: Any) -> bool:
     return isinstance(tensors, (list, tuple)) and any(map(_is_recorded, tensors))
+
+
+def _has_own_class(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _plain(tensor: Any) -> Any:
+    """Return a tensor of a derived class as a plain one, which autograd follows to it."""
+    if not _has_own_class(tensor):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
 
 
 def _of_gradient(name: str | None, what: str = "grad") -> str | None:
@@ -94,7 +119,7 @@ def allreduce(
             tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set
         )
     chosen = resolve_op(average, op)
-    sent, ctx = compress_one(compression, tensor)
+    sent, ctx = compress_one(compression, _plain(tensor))
     factors = (prescale_factor, postscale_factor)
     if chosen in _LINEAR:
         result = HorovodAllreduce.apply(sent, name, chosen, *factors, process_set)
@@ -120,7 +145,7 @@ def grouped_allreduce(
             tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set
         )
     chosen = resolve_op(average, op)
-    sent, contexts = compress_all(compression, tensors)
+    sent, contexts = compress_all(compression, [_plain(each) for each in tensors])
     factors = (prescale_factor, postscale_factor) if chosen in _LINEAR else (1.0, 1.0)
     if chosen not in _LINEAR:
         sent = [_scaled(each, prescale_factor) for each in sent]
@@ -246,7 +271,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
     """
     if not _is_recorded(tensor):
         return _core.allgather(tensor, name, process_set)
-    return HorovodAllgather.apply(tensor, name, process_set)
+    return HorovodAllgather.apply(_plain(tensor), name, process_set)
 
 
 def grouped_allgather(
@@ -255,7 +280,7 @@ def grouped_allgather(
     """Gather several tensors as one unit; see :func:`allgather`."""
     if not _is_recorded_group(tensors):
         return _core.grouped_allgather(tensors, name, process_set)
-    return list(HorovodGroupedAllgather.apply(name, process_set, *tensors))
+    return list(HorovodGroupedAllgather.apply(name, process_set, *map(_plain, tensors)))
 
 
 class HorovodAllgather(torch.autograd.Function):
@@ -308,7 +333,7 @@ def broadcast(
     """
     if not _is_recorded(tensor):
         return _core.broadcast(tensor, root_rank, name, process_set)
-    return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
+    return HorovodBroadcast.apply(_plain(tensor), root_rank, name, process_set)
 
 
 class HorovodBroadcast(torch.autograd.Function):
@@ -361,7 +386,7 @@ def alltoall(
     tensor on its device. They have no gradient; that of the output is the alltoall in the other direction.
     """
     if _is_recorded(tensor):
-        output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
+        output, received = HorovodAlltoall.apply(_plain(tensor), splits, name, process_set)
     else:
         output, received = alltoall_async(tensor, splits, name, process_set).result()
     return output if splits is None else (output, received)
@@ -412,7 +437,7 @@ def reducescatter(
         return _core.reducescatter(
             tensor, name, compression, op, process_set, prescale_factor, postscale_factor
         )
-    sent, ctx = compress_one(compression, tensor)
+    sent, ctx = compress_one(compression, _plain(tensor))
     result = HorovodReducescatter.apply(sent, name, op, process_set, prescale_factor, postscale_factor)
     return compression.decompress(result, ctx)
 
@@ -431,7 +456,7 @@ def grouped_reducescatter(
         return _core.grouped_reducescatter(
             tensors, name, compression, op, process_set, prescale_factor, postscale_factor
         )
-    sent, contexts = compress_all(compression, tensors)
+    sent, contexts = compress_all(compression, [_plain(each) for each in tensors])
     results = HorovodGroupedReducescatter.apply(
         name, op, process_set, prescale_factor, postscale_factor, *sent
     )

@@ -27,7 +27,8 @@ from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.devices.torch_host_arrays import why_not
 from pyhvd.dtypes import ReduceOp
 from pyhvd.torch.compression import Compression
-from pyhvd.torch.reducer import Reducer, Terms, next_prefix
+from pyhvd.torch.position import Position
+from pyhvd.torch.reducer import Reducer, Terms
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -42,12 +43,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    reduce_at: str = "step",
-    unused: str = "zeros",
+    reduce_at: str = "backward",
+    unused: str = "none",
 ) -> Any:
     """Make an optimizer step with the gradients of all ranks, and return it.
 
-    Gradients are reduced while others are computed; ``step()`` waits for them (docs/torch.md).
+    Gradients are reduced while others are computed; the backward pass ends when all are (docs/torch.md).
 
     Parameters
     ----------
@@ -69,10 +70,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         Whether to reduce sparse gradients as dense ones, and not by their rows.
     process_set : ProcessSet
         The ranks that take part; elsewhere the optimizer works alone.
-    reduce_at : {"step", "backward"}
-        With ``"backward"`` the backward pass itself waits, as in DistributedDataParallel.
-    unused : {"zeros", "none"}
-        With ``"none"`` a gradient that no rank has stays None; else it becomes zeros.
+    reduce_at : {"backward", "step"}
+        What waits for the reduction. With ``"step"`` gradients must not be changed before it.
+    unused : {"none", "zeros"}
+        By default a gradient that no rank has stays None. With ``"zeros"`` it becomes zeros, as in Horovod.
     """
     _check_factors(gradient_predivide_factor, op, backward_passes_per_step)
     names = _check_kinds(_name_parameters(optimizer, named_parameters))
@@ -83,11 +84,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     way = _Way(names)
     if process_set.included() and (process_set.size() or 1) > 1:
         if op is Adasum:
-            way.combines_steps, way.prefix = process_set, next_prefix()
+            way.combines_steps, way.position = process_set, Position(process_set)
         else:
             how = (compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense)
-            terms = Terms(*how, process_set, unused == "zeros", reduce_at == "backward")
-            way.reducer = Reducer(names, chosen, terms)
+            kind = unused == "zeros", reduce_at == "step", isinstance(optimizer, torch.optim.SparseAdam)
+            way.reducer = Reducer(names, chosen, Terms(*how, process_set, *kind))
     return _wrap(optimizer, way)
 
 
@@ -98,9 +99,10 @@ class _Way:
     names: dict[Any, str]
     reducer: Reducer | None = None
     combines_steps: ProcessSet | None = None  # by Adasum
-    prefix: str = ""
+    position: Position | None = None  # with Adasum
     own_step: Callable[..., Any] | None = None  # what its instance had in place of its class's step()
     steps_alone: bool = False
+    is_asked: bool = False  # whether the program has called synchronize() in this step
 
 
 class _DistributedOptimizer:
@@ -128,22 +130,23 @@ class _DistributedOptimizer:
         if way.steps_alone:
             if reducer.is_open:
                 raise RuntimeError(
-                    "step() inside skip_synchronize() while gradients are reduced: call synchronize() before"
+                    "step() inside skip_synchronize() after a backward pass that has failed: call zero_grad()"
                 )
-            reducer.synchronized = False
-            return self._step_alone(closure)
-        if closure is not None:
-            return self._step_alone(functools.partial(_reduced_loss, closure, reducer))
-        if not reducer.synchronized:
+        elif closure is not None:
+            result = self._step_alone(functools.partial(_reduced_loss, closure, reducer))
+            reducer.stepped()
+            return result
+        elif not reducer.is_synchronized:
             reducer.synchronize()
-        elif not reducer.terms.at_end_of_backward:
+        elif way.is_asked:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after"
                 " optimizer.synchronize(): the gradients are reduced already, and are not reduced again",
                 stacklevel=2,
             )
-        reducer.synchronized = False
-        return self._step_alone(None)
+        way.is_asked = False
+        reducer.stepped()
+        return self._step_alone(closure)
 
     # torch wraps the step of a class once, so that hooks run; the class below has been wrapped.
     step.hooked = True  # type: ignore[attr-defined]
@@ -155,6 +158,15 @@ class _DistributedOptimizer:
 
     def _step_by_adasum(self, process_set: ProcessSet, closure: Callable[[], Any] | None) -> Any:
         """Step by itself, then combine the ranks' changes of the weights."""
+        position = self._way.position
+        assert position is not None
+        position.renew()
+        figures = np.array(position.figures(), np.int64)
+        name = f"{position.prefix}: places"
+        sums = collectives.allreduce(figures, name=name, op=collectives.Sum, process_set=process_set)
+        if not position.are_alike(sums):
+            position.refuse()
+        position.steps += 1
         parameters = [each for each in self._way.names if each.requires_grad]
         with torch.no_grad():
             before = [each.clone() for each in parameters]
@@ -164,7 +176,7 @@ class _DistributedOptimizer:
                 parameter.sub_(old)
             collectives.grouped_allreduce_(
                 [each.detach() for each in parameters],
-                name=f"{self._way.prefix}: steps",
+                name=f"{position.prefix}: steps",
                 op=Adasum,
                 process_set=process_set,
             )
@@ -173,9 +185,12 @@ class _DistributedOptimizer:
         return result
 
     def synchronize(self) -> None:
-        """Reduce all gradients and wait; call it to clip or scale them before :meth:`step`."""
-        if self._way.reducer is not None:
-            self._way.reducer.synchronize()
+        """Reduce all gradients that the backward pass has not reduced, and wait."""
+        way = self._way
+        if way.reducer is not None:
+            if not way.reducer.is_synchronized:
+                way.reducer.synchronize()
+            way.is_asked = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -205,10 +220,16 @@ class _DistributedOptimizer:
             self._way.reducer.set_passes(passes)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Forget all gradients, after the reductions that are under way."""
-        if self._way.reducer is not None:
-            self._way.reducer.abandon()
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        """Forget all gradients; after a backward pass that has failed, end its step for the other ranks."""
+        way = self._way
+        try:
+            if way.reducer is not None:
+                way.reducer.zeroing()
+            elif way.position is not None:
+                way.position.renew()
+                way.position.zeroings += 1
+        finally:
+            super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, after the reductions that are under way."""
@@ -279,12 +300,13 @@ def _reduced_loss(closure: Callable[[], Any], reducer: Reducer) -> Any:
     """Call a closure, reduce its gradients, and return the average of the ranks' losses."""
     with torch.enable_grad():
         loss = closure()
-    if not reducer.synchronized:
+    if not reducer.is_synchronized:
         reducer.synchronize()
-    reducer.synchronized = False
     is_tensor = isinstance(loss, torch.Tensor)
     given = loss.detach() if is_tensor else np.float64(loss)
-    mean = collectives.allreduce(given, name=f"{reducer.prefix}: loss", process_set=reducer.terms.process_set)
+    mean = collectives.allreduce(
+        given, name=f"{reducer.position.prefix}: loss", process_set=reducer.terms.process_set
+    )
     return mean if is_tensor else float(mean)
 
 
@@ -296,10 +318,10 @@ def _check_choices(op: ReduceOp, has_options: bool, reduce_at: str, unused: str)
         raise ValueError(f'reduce_at={reduce_at!r}: expected "step" or "backward"')
     if unused not in ("zeros", "none"):
         raise ValueError(f'unused={unused!r}: expected "zeros" or "none"')
-    if op is Adasum and (has_options or reduce_at != "step"):
+    if op is Adasum and (has_options or reduce_at == "step"):
         raise NotImplementedError(
             "op=Adasum combines changes of the weights, not gradients: it supports neither groups nor"
-            ' sparse_as_dense, backward_passes_per_step and reduce_at="backward"'
+            ' sparse_as_dense, backward_passes_per_step and reduce_at="step"'
         )
 
 

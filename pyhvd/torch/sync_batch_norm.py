@@ -8,8 +8,6 @@ Source: S. Ioffe and C. Szegedy, "Batch Normalization", 2015, https://arxiv.org/
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from typing import Any
 
 import torch
@@ -17,10 +15,9 @@ import torch
 from pyhvd.api import collectives
 from pyhvd.api.collectives import Sum
 from pyhvd.api.process_sets import ProcessSet, global_process_set
-from pyhvd.engine import context
+from pyhvd.engine.context import KeptName
 
 _CACHED_BYTES = 2 << 20  # of a core's second cache
-_numbers: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
@@ -30,6 +27,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     differ in size, and may be empty. Outputs, running statistics and gradients of the input are those of
     ``torch.nn.BatchNorm`` on the concatenated batches; the gradients of weight and bias are this rank's part,
     as those of other layers are. Every rank must call the same layers in the same order of calls per layer.
+    In each process set, all members must first use its layers in the same order: at the start, after
+    ``init()``, and after a :func:`pyhvd.join`.
 
     Parameters
     ----------
@@ -52,7 +51,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.process_set = process_set
-        self._name = ""
+        self._name = KeptName("batch norm")
 
     @classmethod
     def convert(cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set) -> Any:
@@ -82,11 +81,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         own_statistics = self.training or (self.running_mean is None and self.running_var is None)
         if not own_statistics or (self.process_set.size() or 1) == 1:
             return self._forward_alone(input)
-        if not self._name:
-            number = next(_numbers.setdefault(context.current(), itertools.count()))
-            self._name = f"batch norm {number}"
+        name = self._name.in_set(self.process_set)
         out, mean, var, count = _Normalised.apply(
-            input, self.weight, self.bias, self.eps, self._name, self.process_set
+            input, self.weight, self.bias, self.eps, name, self.process_set
         )
         if self.training and self.track_running_stats:
             self._follow(mean, var, count)

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from pyhvd.transport.link_layout import Role
+from pyhvd.transport.link_layout import LinkRole
 from pyhvd.transport.tcp.connection import Address, Connection
 from pyhvd.transport.tcp.session import ChannelError, Role as End, Session
 
@@ -56,10 +56,10 @@ _STAGGER_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
-class _Dial:
+class _Dialling:
     """A connection to be opened: the peer's addresses, and the attempts that are under way."""
 
-    role: Role
+    role: LinkRole
     addresses: Sequence[Address]
     next_at: float = 0.0
     tries: Counter[Address] = field(default_factory=Counter)
@@ -79,7 +79,7 @@ class _Attempt:
     """A socket in its handshake; without a connection while TCP connects, without a dial if accepted."""
 
     peer: socket.socket
-    dial: _Dial | None = None
+    dial: _Dialling | None = None
     address: Address = ("", 0)
     connection: Connection | None = None
 
@@ -99,7 +99,7 @@ class Handshakes:
         The secret of this set of connections.
     listeners : sequence of socket.socket
         Listening sockets that do not block; not owned.
-    accepts : set of Role
+    accepts : set of LinkRole
         The connections that peers open.
     dials : mapping
         The peer's addresses, by the role of each connection that this rank opens.
@@ -114,20 +114,20 @@ class Handshakes:
         self,
         key: bytes,
         listeners: Sequence[socket.socket],
-        accepts: set[Role],
-        dials: Mapping[Role, Sequence[Address]],
+        accepts: set[LinkRole],
+        dials: Mapping[LinkRole, Sequence[Address]],
     ) -> None:
-        self.made: dict[Role, socket.socket] = {}
+        self.made: dict[LinkRole, socket.socket] = {}
         self._key = key
         self._accepts = accepts
-        self._dials = {role: _Dial(role, addresses) for role, addresses in dials.items()}
+        self._dials = {role: _Dialling(role, addresses) for role, addresses in dials.items()}
         self._strangers: dict[_Attempt, None] = {}  # in the order of their arrival
         self._waking = 0.0  # when a dial may try its next address
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def run(self, until: float) -> dict[Role, str]:
+    def run(self, until: float) -> dict[LinkRole, str]:
         """Make all connections; return, for each that is missing at ``until``, the reason.
 
         ``until`` is a time of time.monotonic().
@@ -158,7 +158,7 @@ class Handshakes:
             self._drop(attempt)
         self._selector.close()
 
-    def _dial(self, dial: _Dial, now: float) -> float:
+    def _dial(self, dial: _Dialling, now: float) -> float:
         """Try the peer's next address if it is time; return when to look again."""
         free = [address for address in dial.addresses if address not in dial.attempts]
         if dial.claimed or not free:
@@ -228,21 +228,21 @@ class Handshakes:
             writes = selectors.EVENT_WRITE if attempt.connection.wants_write else 0
             self._selector.modify(attempt.peer, selectors.EVENT_READ | writes, attempt)
 
-    def _serve(self, connection: Connection, messages: list[bytes]) -> Role | None:
+    def _serve(self, connection: Connection, messages: list[bytes]) -> LinkRole | None:
         """Return the role that an authenticated client has proved, once it has sent it."""
         if not messages:
             return None
         if len(messages) > 1 or len(messages[0]) != _ROLE.size:
             raise ChannelError("the peer sent something other than a role")
-        role = Role(*_ROLE.unpack(messages[0]))
+        role = LinkRole(*_ROLE.unpack(messages[0]))
         if role not in self._accepts:
             raise ChannelError("the peer sent a role that is not expected here")
         connection.send(_WELCOME)
         return role
 
     def _claim(
-        self, dial: _Dial, attempt: _Attempt, connection: Connection, messages: list[bytes]
-    ) -> Role | None:
+        self, dial: _Dialling, attempt: _Attempt, connection: Connection, messages: list[bytes]
+    ) -> LinkRole | None:
         """Send the role on the first authenticated connection; return it once the server has welcomed it."""
         if connection.authenticated and not dial.claimed:
             for other in list(dial.attempts.values()):
@@ -254,7 +254,7 @@ class Handshakes:
             raise ChannelError("the peer sent something other than a welcome")
         return dial.role if messages else None
 
-    def _keep(self, role: Role, attempt: _Attempt) -> None:
+    def _keep(self, role: LinkRole, attempt: _Attempt) -> None:
         """Take the socket out of the handshake."""
         self._forget(attempt)
         if older := self.made.pop(role, None):

@@ -24,7 +24,7 @@ class Kind(IntEnum):
     AGREEMENT = 1
 
 
-class Role(NamedTuple):
+class LinkRole(NamedTuple):
     """Which connection this is: its kind, slice (0 for an agreement), and hosts; the lower host accepts."""
 
     kind: Kind
@@ -82,7 +82,7 @@ class Layout:
         The hosts to which this one has agreement connections.
     peers : dict
         The peer's rank, by the role of each connection.
-    accepts : set of Role
+    accepts : set of LinkRole
         The connections that peers open.
     """
 
@@ -102,7 +102,7 @@ class Layout:
         if self.local_rank == 0:
             owned.append((Kind.AGREEMENT, 0, self.neighbours))
         self.peers = {
-            Role(kind, k, min(g, self.host), max(g, self.host)): self._owner(k, g)
+            LinkRole(kind, k, min(g, self.host), max(g, self.host)): self._owner(k, g)
             for kind, k, there in owned
             for g in there
         }

@@ -30,7 +30,7 @@ from pyhvd.transport.fabric import Fabric, allgather_bytes
 from pyhvd.transport.link_addresses import HostAddress, candidates, host_addresses
 from pyhvd.transport.link_carrier import OpenMpi
 from pyhvd.transport.link_handshakes import Handshakes
-from pyhvd.transport.link_layout import Kind, Layout, Role
+from pyhvd.transport.link_layout import Kind, Layout, LinkRole
 from pyhvd.transport.tcp.connection import Address, listen, new_key
 
 _log = logging.getLogger("pyhvd")
@@ -194,7 +194,7 @@ class _Opening:
             return NoLinks(cause)
 
         until = time.monotonic() + self._options.timeout
-        made: dict[Role, socket.socket] = {}
+        made: dict[LinkRole, socket.socket] = {}
         try:
             with Handshakes(known[0].key, self._listeners, self._layout.accepts, dials) as handshakes:
                 made = handshakes.made
@@ -246,7 +246,7 @@ class _Opening:
         found = candidates(self._mine.addresses, peer.addresses, same_network)
         return [(ip, port) for ip in found if (port := peer.ports[":" in ip])]
 
-    def _unreachable(self, known: Mapping[int, _Card], dials: Mapping[Role, Sequence[Address]]) -> str:
+    def _unreachable(self, known: Mapping[int, _Card], dials: Mapping[LinkRole, Sequence[Address]]) -> str:
         """Return the text for a peer to which no address leads; empty if there is none."""
         for role, addresses in dials.items():
             if not addresses:
@@ -258,7 +258,7 @@ class _Opening:
                 )
         return ""
 
-    def _lost(self, known: Mapping[int, _Card], missing: Mapping[Role, str]) -> tuple[str, str]:
+    def _lost(self, known: Mapping[int, _Card], missing: Mapping[LinkRole, str]) -> tuple[str, str]:
         """Return the texts for a peer that this rank has not reached, and for one that has not come."""
         texts = ["", ""]
         for role, why in missing.items():
@@ -278,7 +278,7 @@ class _Opening:
         every = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in gathered]
         return min(every, key=lambda failure: failure[0])[1]
 
-    def _tell(self, known: Mapping[int, _Card], made: Mapping[Role, socket.socket]) -> None:
+    def _tell(self, known: Mapping[int, _Card], made: Mapping[LinkRole, socket.socket]) -> None:
         """Log the addresses of each pair of hosts, once in the job."""
         for role, peer in made.items():
             if role[:2] == (Kind.RAIL, 0) and role not in self._layout.accepts:
@@ -286,7 +286,7 @@ class _Opening:
                 theirs = f"{known[self._layout.peers[role]].name} ({peer.getpeername()[0]})"
                 _log.info("link: host %s <-> host %s", theirs, ours)
 
-    def _arrange(self, made: Mapping[Role, socket.socket]) -> Links:
+    def _arrange(self, made: Mapping[LinkRole, socket.socket]) -> Links:
         """Return the links with the sockets of this rank, without eventfds."""
         layout = self._layout
         rails: list[list[socket.socket | None]] = [[None] * layout.hosts for _ in range(layout.slices)]

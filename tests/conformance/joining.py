@@ -1,13 +1,17 @@
-"""Cases of join(): uneven numbers of steps, every op with a joined rank, several rounds."""
+"""Cases of join(): uneven numbers of steps, every op with a joined rank, several rounds.
+
+The cases of ``IN_SETS`` need the knob ``dynamic_process_sets``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +21,7 @@ import pyhvd as hvd
 from tests.conformance.cases import SECONDS, SEVERAL, Cases, Spawned, is_last, last, outcome, raised
 from tests.conformance.oracle import DTYPES, OPS, SUMMABLE, inputs, reduced, rows, same
 
-CASES = Cases()
+CASES, IN_SETS = Cases(), Cases()
 
 
 @CASES.add()
@@ -47,12 +51,12 @@ def the_last_to_join_is_known_to_all() -> None:
             assert hvd.join() == chosen
 
 
-def _alone_after_joins() -> None:
-    """Return on the last rank once every other one has joined."""
+def _alone_after_joins(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
+    """Return on one member of a set once every other one has joined."""
     while True:
-        error = outcome(hvd.barrier)
+        error = outcome(lambda: hvd.barrier(process_set))
         assert isinstance(error, hvd.MismatchError), repr(error)
-        if len(error.per_rank) == hvd.size() - 1:
+        if len(error.per_rank) == (process_set.size() or 0) - 1:
             return
 
 
@@ -185,13 +189,15 @@ def _files_of_the_joined(name: str) -> list[Path]:
     return [folder / str(rank) for rank in range(last())]
 
 
-def _refused_when_joined() -> hvd.HorovodInternalError:
+def _refused_when_joined(
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+) -> hvd.HorovodInternalError:
     """Submit until a submission is refused; submissions before this rank's join are contributions."""
     refused: list[hvd.HorovodInternalError] = []
 
     def submit() -> bool:
         try:
-            hvd.allreduce_async(np.ones(1), name=f"own.{next(numbers)}")
+            hvd.allreduce_async(np.ones(1), name=f"own.{next(numbers)}", process_set=process_set)
         except hvd.HorovodInternalError as error:
             refused.append(error)
         return bool(refused)
@@ -298,3 +304,164 @@ def mismatch_among_the_live() -> None:
     with pytest.raises(hvd.UnsupportedDtypeError):
         hvd.allreduce(np.array(["a"]), name="live")
     hvd.join()
+
+
+# -- in process sets ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _sets_of(*ranks: Sequence[int]) -> Iterator[list[hvd.ProcessSet]]:
+    """Add process sets, and remove them afterwards."""
+    added = [hvd.add_process_set(each) for each in ranks]
+    yield added
+    for each in added:
+        assert hvd.remove_process_set(each)
+
+
+@IN_SETS.add(3, 4)
+def uneven_steps_in_a_set() -> None:
+    """Member r makes r + 1 steps, named and unnamed; the last rank, which is no member, makes none."""
+    rank, members = hvd.rank(), range(last())
+    with _sets_of(members) as (few,):
+        for _ in range(3):
+            for step in range(rank + 1) if few.included() else ():
+                alive = [float(r + 1) for r in members if r >= step]
+                mine = np.full(3, rank + 1.0)
+                average = hvd.allreduce(mine, name="grad", process_set=few)
+                assert np.allclose(average, sum(alive) / len(members))
+                assert hvd.allreduce(mine, op=hvd.Sum, process_set=few)[0] == sum(alive)
+                gathered = hvd.allgather_object(rank, process_set=few)
+                assert gathered == [r for r in members if r >= step]
+            assert hvd.join() in range(hvd.size())
+            assert hvd.allreduce(np.ones(1), op=hvd.Sum) == hvd.size()
+
+
+@IN_SETS.add(3, 4)
+def every_verb_in_a_set_whose_other_members_have_joined() -> None:
+    with _sets_of([0, last()], range(1, hvd.size())) as sets:
+        if is_last():
+            for each in sets:
+                _every_verb_alone(each)
+        assert hvd.join() == last()
+        for each in sets:
+            if each.included():
+                total = hvd.alltoall(np.zeros(each.size() or 0), name="needs", process_set=each)
+                assert total.tolist() == [0.0] * (each.size() or 0)
+
+
+def _every_verb_alone(process_set: hvd.ProcessSet) -> None:
+    """Check each verb on the last rank when all other members of a set have joined."""
+    others = set(process_set.ranks or ()) - {last()}
+    size = len(others) + 1
+    _alone_after_joins(process_set)
+    for op in OPS["float32"]:
+        if op is hvd.Adasum and size & (size - 1):
+            continue
+        (mine,) = inputs("float32", (5, 2), 1, seed=4)
+        for named in ("a", None):
+            got = hvd.allreduce(mine, op=op, name=named, process_set=process_set)
+            same(got, reduced(op, [mine], size=size), f"{op!r}")
+            got = hvd.grouped_allreduce([mine, mine], op=op, name=named, process_set=process_set)[1]
+            same(got, reduced(op, [mine], size=size), f"{op!r}")
+    (mine,) = inputs("float32", (2 * size + 1, 2), 1, seed=5)
+    same(hvd.allgather(mine, process_set=process_set), mine)
+    same(hvd.broadcast(mine, last(), process_set=process_set), mine)
+    want = reduced(hvd.Sum, [mine])[rows(len(mine), size, size - 1)]
+    same(hvd.reducescatter(mine, op=hvd.Sum, process_set=process_set), want)
+    assert hvd.allgather_object("alone", process_set=process_set) == ["alone"]
+    for call in (
+        lambda: hvd.alltoall(np.zeros(size), name="needs", process_set=process_set),
+        lambda: hvd.broadcast(np.zeros(2), min(others), name="root", process_set=process_set),
+        lambda: hvd.barrier(process_set),
+    ):
+        error = outcome(call)
+        assert isinstance(error, hvd.MismatchError), repr(error)
+        assert "already called join()" in str(error)
+        assert error.per_rank.keys() <= others
+
+
+@IN_SETS.add(3, 4)
+def pending_in_sets_before_the_join() -> None:
+    """A chain of sets: each rank submits in its sets in an order of its own, then joins at once."""
+    size, rank = hvd.size(), hvd.rank()
+    with _sets_of(*([r, r + 1] for r in range(size - 1))) as chain:
+        mine = [each for each in chain if each.included()][:: 1 if rank % 2 else -1]
+        for turn in range(4):
+            handles = [
+                (each, hvd.allreduce_async(np.full(2, rank + i), op=hvd.Sum, name=f"p.{i}", process_set=each))
+                for each in mine
+                for i in range(3)
+            ]
+            rows = [(each, hvd.allgather_async(np.array([rank]), "g", process_set=each)) for each in mine]
+            if turn == 2:  # a call that only the first member of each set makes
+                owned = [each for each in mine if each.rank() == 0]
+                extra = [
+                    hvd.allreduce_async(np.ones(1), name="e", op=hvd.Sum, process_set=each) for each in owned
+                ]
+            assert hvd.join() in range(size)
+            for index, (each, handle) in enumerate(handles):
+                assert handle.result(30)[0] == sum(r + index % 3 for r in each.ranks or ())
+            for each, handle in rows:
+                assert handle.result(30).tolist() == each.ranks
+            if turn == 2:
+                assert [handle.result(30).tolist() for handle in extra] == [[1.0]] * len(owned)
+
+
+@IN_SETS.add(3, 4)
+def cached_names_in_two_sets_and_a_join() -> None:
+    """Rank 1 of two sets leaves first, in the middle of the others' cached calls."""
+    with _sets_of([0, 1], range(1, hvd.size())) as sets:
+        mine = [each for each in sets if each.included()]
+        for turn in range(3):
+            for step in range(4):
+                for each in [*mine, hvd.global_process_set]:
+                    total = hvd.allreduce(np.ones(2), op=hvd.Sum, name="round", process_set=each)
+                    assert total[0] == each.size(), (turn, step)
+            for step in range(2 if hvd.rank() != 1 else 0):
+                for each in mine:
+                    total = hvd.allreduce(np.ones(2), op=hvd.Sum, name="round", process_set=each)
+                    assert total[0] == (each.size() or 0) - 1, (turn, step)
+            hvd.join()
+
+
+@IN_SETS.add(3, 4)
+def others_go_on_when_a_whole_set_has_joined() -> None:
+    with _sets_of(range(last()), [0, last()]) as (few, two):
+        if is_last():
+            _alone_after_joins()
+            for _ in range(3):
+                assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="x")[0] == 1.0
+                assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="x", process_set=two)[0] == 1.0
+            error = outcome(lambda: hvd.add_process_set([0]))
+            assert isinstance(error, hvd.MismatchError), repr(error)
+            assert "add_process_set" in str(error)
+            assert "already called join()" in str(error)
+            error = outcome(lambda: hvd.remove_process_set(few))
+            assert isinstance(error, hvd.MismatchError), repr(error)
+        assert hvd.join() == last()
+        if few.included():
+            total = hvd.allreduce(np.ones(2), op=hvd.Sum, name="x", process_set=few)
+            assert total[0] == few.size()
+
+
+@IN_SETS.add(3, 4)
+def a_joined_rank_submits_nothing_in_its_sets() -> None:
+    with _sets_of([0, last()]) as (two,):
+        told = _files_of_the_joined("told in sets")
+        if hvd.rank() == 0:
+            joined = Spawned(lambda: _check_last(hvd.join()))
+            assert "joined" in str(_refused_when_joined(two))
+            wrong = outcome(lambda: hvd.allreduce(np.array(["text"]), name="healthy", process_set=two))
+            assert isinstance(wrong, hvd.UnsupportedDtypeError), repr(wrong)
+            told[0].touch()
+            joined.join()
+        elif is_last():
+            _until(told[0].exists, "rank 0 is refused")
+            shutil.rmtree(told[0].parent)
+            _alone_after_joins(two)
+            got = hvd.allreduce(np.ones(2), op=hvd.Sum, name="healthy", process_set=two)
+            assert got.tolist() == [1.0, 1.0]
+            _alone_after_joins()
+            assert hvd.join() == last()
+        else:
+            assert hvd.join() == last()

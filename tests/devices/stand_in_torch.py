@@ -45,8 +45,10 @@ class Tensor:
     """torch's tensor on a CUDA device."""
 
     __module__ = "torch"
-    is_cuda = True
+    is_cuda = is_leaf = True
+    requires_grad = is_nested = is_meta = is_quantized = False
     layout = "strided"
+    __torch_dispatch__ = None
 
     def __init__(self, device: FakeDevice, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -54,6 +56,9 @@ class Tensor:
         self.inner = FakeArray(device, Memory(self._block.ptr, nbytes, self._block), shape, dtype)
         self.shape, self.dtype = shape, Dtype(np.dtype(dtype).name)
         self.device = types.SimpleNamespace(index=device.index)
+
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
 
     def data_ptr(self) -> int:
         return self.inner.ptr
@@ -94,11 +99,17 @@ def make_torch(fake: FakeDevice) -> types.ModuleType:
         with fake.using(stream.cuda_stream):
             yield
 
+    autograd: Any = types.ModuleType("torch.autograd")
+    autograd.forward_ad = types.SimpleNamespace(_current_level=-1)
     torch: Any = types.ModuleType("torch")
     vars(torch).update(
         Tensor=Tensor,
         empty=empty,
         strided="strided",
+        __version__="2.13.0",
+        written=[],
+        nn=types.SimpleNamespace(parameter=types.SimpleNamespace(is_lazy=lambda _: False)),
+        autograd=autograd,
         OutOfMemoryError=type("OutOfMemoryError", (RuntimeError,), {}),
         cuda=types.SimpleNamespace(
             current_stream=lambda index: stream_object(fake.current_stream()),
@@ -106,6 +117,12 @@ def make_torch(fake: FakeDevice) -> types.ModuleType:
             ExternalStream=lambda stream, index: stream_object(stream),
             stream=entered,
         ),
+    )
+    torch._C = types.SimpleNamespace(
+        _are_functorch_transforms_active=lambda: False,
+        _functorch=types.SimpleNamespace(is_legacy_batchedtensor=lambda _: False),
+        _increment_version=torch.written.extend,
+        DisableTorchFunctionSubclass=contextlib.nullcontext,
     )
     module: types.ModuleType = torch
     return module

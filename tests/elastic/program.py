@@ -26,8 +26,8 @@ import pyhvd as hvd
 from pyhvd import elastic
 from pyhvd.api import lifecycle
 from pyhvd.elastic import exchange, loop
-from pyhvd.job.mpi.segments import segments_of
-from pyhvd.job.vault import Vault
+from pyhvd.job.commits.vault import Vault
+from pyhvd.job.process.segments import segments_of
 from tests.elastic.steps import steps, strikes_in
 
 FAULTS = {tuple(words[:3]): "".join(words[3:]) for words in (each.split(":") for each in sys.argv[1:])}

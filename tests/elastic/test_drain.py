@@ -28,7 +28,7 @@ def agent_of(job: subprocess.Popen[str], host: str) -> int:
         except OSError:
             continue
         wanted = f"PYHVD_HOST_SALT={host}".encode() in variables.split(b"\0")
-        if wanted and b"pyhvd.job.host_agent" in words.split(b"\0") and is_below(parent, job.pid):
+        if wanted and b"pyhvd.job.agent.host_agent" in words.split(b"\0") and is_below(parent, job.pid):
             return int(path.parent.name)
     raise AssertionError(f"no agent of host {host}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -78,6 +79,36 @@ def test_a_function_adds_a_host() -> None:
 def test_a_function_that_fails_at_first_ends_the_job() -> None:
     with pytest.raises(hvd.LaunchError, match="host discovery: the call raised ZeroDivisionError: "):
         hvd.launch(train, min_num_proc=1, discovery=lambda: {"east": 1 // 0})
+
+
+def come_late() -> int:
+    """Let rank 1 of the first generation not come to init(); return the generation."""
+    if os.environ["HOROVOD_RANK"] == "1" and os.environ["PYHVD_ELASTIC_GENERATION"] == "0":
+        time.sleep(100)
+    hvd.init()
+    return hvd.elastic.generation()
+
+
+def test_a_rank_that_is_late_in_init_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "6")
+    with caplog.at_level("DEBUG", "pyhvd"):
+        assert hvd.launch(come_late, np=2, min_num_proc=2) == [1, 1]
+    assert "rank 1 of 2 on host" in caplog.text
+    assert "has not called init() within the start timeout of 6 s, and rank 0 waits for it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments"), [("1", {}), ("soon", {"elastic_timeout": 1})], ids=["variable", "argument"]
+)
+def test_the_elastic_timeout_ends_a_job_with_too_few_slots(
+    variable: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The argument comes before the variable."""
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", variable)
+    with pytest.raises(hvd.LaunchError, match=r"^too few hosts after 1 s \(elastic_timeout\): "):
+        hvd.launch(train, min_num_proc=2, discovery=lambda: {"east": 1}, launch_agent=LOCAL, **arguments)
 
 
 def test_output_goes_on_in_the_same_files(tmp_path: Path) -> None:

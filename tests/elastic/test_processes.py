@@ -16,7 +16,7 @@ import pytest
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library
 from pyhvd.job.mpi.rank_env import MPICH
-from pyhvd.job.mpi.segments import segments_of
+from pyhvd.job.process.segments import segments_of
 from tests.elastic.jobs import ROOT, check_finished
 from tests.elastic.running import ONE_HOST, TWO_NAMES, Ground, RunningJob, kill
 from tests.elastic.trials import try_job
@@ -266,7 +266,7 @@ def test_random_faults(ground: Ground) -> None:
 
 _HARD = """
 import sys
-from pyhvd.job import membership
+from pyhvd.job.machines import membership
 from pyhvd.run.__main__ import main
 
 membership._LEAVE_S = 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,17 @@ import numpy as np
 
 import pyhvd as hvd
 
-AGENTS = {b"pyhvd.job.host_agent", b"pyhvd.spark.elastic_task"}
+AGENTS = {b"pyhvd.job.agent.host_agent", b"pyhvd.spark.elastic_agent"}
 STEPS = 30
 SUM = STEPS * (STEPS + 1) / 2
+HELD_S = 5
 
 
 def train(fault: str = "") -> tuple[int, int, float, int]:
-    """Add up the steps; the last rank or its agent fails. Return rank, size, sum and generation."""
+    """Add up the steps; the last rank or its agent fails. Return rank, size, sum and generation.
+
+    After the fault "late agent", Spark cannot start the lost task again at once.
+    """
     hvd.init()
     state = hvd.elastic.ObjectState(step=0, total=np.zeros(1))
 
@@ -32,6 +37,8 @@ def train(fault: str = "") -> tuple[int, int, float, int]:
                 if fault == "always":
                     raise ValueError("not again")
                 if fault and not hvd.elastic.generation():
+                    if fault == "late agent":
+                        hold_new_tasks()
                     os.kill(os.getpid() if fault == "rank" else agent_of(os.getpid()), signal.SIGKILL)
                     signal.pause()
             state.total += hvd.allreduce(np.full(1, state.step + 1.0), op=hvd.Average, name="total")
@@ -82,6 +89,18 @@ def train_until_moved(folder: str) -> tuple[int, str]:
 
 def agent_of(pid: int) -> int:
     """Return the agent of a rank: an ancestor."""
-    while not AGENTS & set(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")):
+    return ancestor(pid, AGENTS)
+
+
+def ancestor(pid: int, modules: set[bytes]) -> int:
+    """Return the process, or the nearest one above it, that runs one of the modules."""
+    while not modules & set(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")):
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid
+
+
+def hold_new_tasks() -> None:
+    """Let this rank's executor of Spark start no Python task for `HELD_S` seconds: stop what forks them."""
+    forks = ancestor(os.getpid(), {b"pyspark.daemon"})
+    subprocess.Popen(["sh", "-c", f"sleep {HELD_S}; kill -CONT {forks}"], start_new_session=True)
+    os.kill(forks, signal.SIGSTOP)

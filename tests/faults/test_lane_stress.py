@@ -77,7 +77,7 @@ class _Rank:
 
     def _drive(self) -> None:
         while True:
-            self.lane.doze(0.25)
+            self.lane.sleep(0.25)
 
 
 def _address(array: Any) -> int:

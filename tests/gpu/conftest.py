@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from pyhvd.tools.doctor.gpus import probe_cuda
+from pyhvd.run.cuda_facts import probe_cuda
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyhvd.run.launch_agent import SSH
+from pyhvd.run.hosts.agent_template import SSH
 from tests.bed import Host, bed, why_not
 from tests.hosts import sshd
 from tests.hosts.sshd import Site, Sshd, state_of, words_of
@@ -38,7 +38,7 @@ _START_TIMEOUT_S = 3
 _GONE_S = 1.0
 # A host that is cut off ends its own ranks after 20 s without the launcher.
 _ALONE_S = 22.0
-_AGENT = "pyhvd.job.host_agent"
+_AGENT = "pyhvd.job.agent.host_agent"
 _SHOWN = {"{pid}": r"\d+", "{rank}": r"\d", "...": ".*"}
 
 
@@ -80,7 +80,7 @@ class Trial:
             os.kill(process, signal.SIGKILL)
 
     def kill_ranks_of_west(self) -> None:
-        ranks = self.site.running(self.west, "pyhvd.run.program_rank")
+        ranks = self.site.running(self.west, "pyhvd.run.entry.program_rank")
         parents = {state_of(rank)[1] for rank in ranks}
         self.kill(rank for rank in ranks if rank not in parents)
 

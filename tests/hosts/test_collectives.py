@@ -14,6 +14,7 @@ CASES = [
     *kinds_of_arrays.CASES,
     *determinism.CASES,
     *joining.CASES,
+    *joining.IN_SETS,
     *adasum.CASES,
     *sets.DYNAMIC,
 ]

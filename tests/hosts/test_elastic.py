@@ -109,7 +109,6 @@ def test_a_lost_host_of_the_launcher_leaves_nothing(site: Site, tmp_path: Path) 
         site.restart(east)
 
 
-@pytest.mark.slow
 def test_random_faults() -> None:
     """Its hosts are its own: those of other tests may have files that a loss of power has left."""
     with grounds(hosts=True) as (ground,):

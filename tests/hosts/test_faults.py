@@ -11,7 +11,7 @@ import pytest
 
 from tests.bed import why_not
 from tests.hosts.fault_programs import VERBS
-from tests.hosts.faults import KINDS, SHAPES, Fault, faulty_site, try_fault
+from tests.hosts.faults import KINDS, SHAPES, SLACK_S, Fault, faulty_site, try_fault
 from tests.hosts.launch import Site
 from tests.mpi.launch import mpiexec_path
 
@@ -28,13 +28,13 @@ def faulty() -> Iterator[Site]:
 
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"{Fault.of(seed).kind}-{seed}")
 def test_every_rank_that_waits_gets_an_error(faulty: Site, seed: int) -> None:
-    outcome = try_fault(faulty, Fault.of(seed))
+    outcome = try_fault(faulty, Fault.of(seed), SLACK_S)
     assert not outcome.wrong, "\n".join(outcome.wrong)
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_cut_host_ends_each_verb(faulty: Site, verb: str) -> None:
-    outcome = try_fault(faulty, Fault(0, "cut", (2, 2), host=1, rank=2, moment=0.5, verb=verb))
+    outcome = try_fault(faulty, Fault(0, "cut", (2, 2), host=1, rank=2, moment=0.5, verb=verb), SLACK_S)
     assert not outcome.wrong, "\n".join(outcome.wrong)
 
 

@@ -93,6 +93,27 @@ def test_a_rank_that_raises(programs: Programs) -> None:
     ]
 
 
+def test_a_rank_that_ends_before_init(programs: Programs) -> None:
+    """Within 2 s of its end; the ranks of both hosts wait for it in MPI_Init."""
+    ended = programs.run("""
+        def work(path):
+            if rank() == 3:
+                open(path, "w").close()
+            else:
+                hvd.init()
+
+        try:
+            hvd.launch(work, ["when"], hosts=HOSTS)
+        except hvd.RankFailedError as exc:
+            print(exc, exc.rank, exc.host, time.time() - os.stat("when").st_mtime < 4, sep="|")
+    """)
+    text, *others = ended.out.rstrip().split("|")
+    assert text.startswith("rank 3 of 4 on host west ended without calling init(), and rank"), ended
+    assert text.endswith(" for it there: every rank must call pyhvd.init(), or none")
+    assert others == ["3", "west", "True"]
+    assert ended.err == ""
+
+
 def test_the_second_call_has_the_same_agents(programs: Programs) -> None:
     ended = programs.run("""
         def agent():
@@ -155,7 +176,7 @@ def test_an_agent_that_is_killed_between_two_calls(site: Site, programs: Program
     job = programs.start(_KEEP)
     assert job.stdout is not None
     assert job.stdout.readline() == "kept\n"
-    for agent in site.running(site.west, "pyhvd.job.host_agent"):
+    for agent in site.running(site.west, "pyhvd.job.agent.host_agent"):
         os.kill(agent, 9)
     _go_on(job)
 
@@ -189,7 +210,7 @@ def test_an_agent_that_is_killed_during_a_call(site: Site, programs: Programs) -
     for _ in range(4):
         assert job.stdout.readline().endswith("up\n")
     begin = time.monotonic()
-    for agent in site.running(site.west, "pyhvd.job.host_agent"):
+    for agent in site.running(site.west, "pyhvd.job.agent.host_agent"):
         os.kill(agent, 9)
     ended = end_of(job)
     assert ended.out.startswith("2 west rank 2 of 4 on host west is lost: its agent is gone"), ended

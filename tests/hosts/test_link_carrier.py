@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 import pyhvd as hvd
-from tests.hosts.faults import KINDS, SHAPES as FAULT_SHAPES, Fault, faulty_site, try_fault
+from tests.hosts.faults import KINDS, SHAPES as FAULT_SHAPES, SLACK_S, Fault, faulty_site, try_fault
 from tests.hosts.jobs import HostsJob, name_of
 from tests.hosts.programs import random_round, run_round
 from tests.mpi.harness import hear_log
@@ -47,5 +47,5 @@ def test_every_rank_that_waits_gets_an_error(kind: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYHVD_LINK_CARRIER", "mpi")
     with faulty_site() as made:
         for seed in range(KINDS.index(kind), len(KINDS) * len(FAULT_SHAPES), len(KINDS)):
-            outcome = try_fault(made, Fault.of(seed))
+            outcome = try_fault(made, Fault.of(seed), SLACK_S)
             assert not outcome.wrong, "\n".join(outcome.wrong)

@@ -14,7 +14,7 @@ import pytest
 from pyhvd.observe.trace.loading import load
 from pyhvd.observe.trace.summary import summarise_hosts
 from pyhvd.tools.doctor.advice import examine
-from pyhvd.tools.doctor.facts import Facts
+from pyhvd.tools.doctor.facts import DoctorFacts
 from pyhvd.tools.doctor.trial_facts import LinkFacts, RankFacts, RingFacts, Trial, TrialFacts
 from tests.bed import bed, why_not
 from tests.hosts.launch import Site
@@ -87,7 +87,7 @@ def test_the_doctor_measures_the_links_and_names_the_slow_ones(slow_site: Site, 
         assert len(set(link.addresses)) == 2
     ranks = [RankFacts(rank, name, 1, [0]) for rank, name in enumerate(NAMES)]
     facts = TrialFacts(ranks, RingFacts([], []), [], [], 1e9, [], found)
-    texts = [each.text for each in examine(Facts(), 4, Trial(4, 1.0, facts)) if "moves" in each.text]
+    texts = [each.text for each in examine(DoctorFacts(), 4, Trial(4, 1.0, facts)) if "moves" in each.text]
     assert len(texts) == 3
     assert all(f"h3 ({found[2].addresses[1]})" in text for text in texts)
 

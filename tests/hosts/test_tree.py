@@ -9,7 +9,7 @@ import pytest
 from tests.bed import bed, why_not
 from tests.conformance.cases import run
 from tests.conformance.determinism import CASES
-from tests.hosts.faults import Fault, try_fault
+from tests.hosts.faults import SLACK_S, Fault, try_fault
 from tests.hosts.jobs import HostsJob
 from tests.hosts.launch import Site
 from tests.mpi.launch import mpiexec_path
@@ -39,5 +39,5 @@ def test_nine_hosts(wide: Site) -> None:
 @pytest.mark.parametrize("lost", [TOP, BELOW])
 @pytest.mark.parametrize("kind", ["cut", "freeze"])
 def test_a_lost_host_is_named_everywhere(wide: Site, kind: str, lost: int) -> None:
-    outcome = try_fault(wide, Fault(1, kind, SHAPE, lost, lost, 1.0))
+    outcome = try_fault(wide, Fault(1, kind, SHAPE, lost, lost, 1.0), SLACK_S)
     assert not outcome.wrong, "\n".join(outcome.wrong)

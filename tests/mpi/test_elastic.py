@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pyhvd.job.generation_env import Generation
-from pyhvd.job.vault import DESCRIPTORS, Vault
+from pyhvd.job.commits.vault import DESCRIPTORS, Vault
+from pyhvd.job.rank.generation_env import RankGeneration
 
 pytestmark = pytest.mark.any_mpi
 
@@ -21,7 +21,7 @@ PROGRAM = """
     import dataclasses, os, signal, sys
     import numpy as np
     import pyhvd as hvd
-    from pyhvd.job import vault
+    from pyhvd.job.commits import vault
 
     @dataclasses.dataclass
     class Progress:
@@ -66,7 +66,7 @@ PROGRAM = """
 def start(program: Path, vault: Vault, generation: int, place: str, at: int) -> Any:
     seal = vault.newest()
     environ = dict(zip(DESCRIPTORS, map(str, vault.descriptors), strict=True))
-    environ |= Generation(generation, seal.number if seal else 0).variables()
+    environ |= RankGeneration(generation, seal.number if seal else 0).variables()
     return subprocess.run(
         [sys.executable, str(program), place, str(at)],
         env=os.environ | environ,

@@ -62,7 +62,7 @@ def test_the_flags_reach_the_ranks_under_a_foreign_mpiexec(tmp_path: Path) -> No
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 HOLDING = "ctypes.PyDLL(None).sleep(60)"
 # The other ranks wait for this one after they mark tensors ready on the fast path.
-KEEPING = f"from pyhvd.engine import context; context.current().fast_path.seize(); {STOPPED}"
+KEEPING = f"from pyhvd.engine import context; context.current().fast_path.keep_lock(); {STOPPED}"
 
 
 @pytest.mark.any_mpi

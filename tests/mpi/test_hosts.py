@@ -26,7 +26,11 @@ def test_the_tree_has_a_leader() -> None:
     assert tree.parent == {0: -1, 1: 0, 2: 0, 3: 1}[hvd.rank()]
 
 
-@each(Cases([*disagreements.CASES, *refusals.CASES, *joining.CASES, *sets.DYNAMIC]), 4, count="nranks")
+@each(
+    Cases([*disagreements.CASES, *refusals.CASES, *joining.CASES, *joining.IN_SETS, *sets.DYNAMIC]),
+    4,
+    count="nranks",
+)
 @on_ranks(env=TWO_HOSTS)
 def test_case(case: Case) -> None:
     run(case)

@@ -11,3 +11,9 @@ from tests.mpi.harness import on_ranks
 @on_ranks()
 def test_case(case: Case) -> None:
     run(case)
+
+
+@each(joining.IN_SETS, 3, 4, count="nranks")
+@on_ranks(env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"})
+def test_in_sets(case: Case) -> None:
+    run(case)

@@ -34,10 +34,19 @@ def test_endings() -> None:
     assert not MPI.Is_finalized()
 
 
-def _in_child() -> int:
-    """Check pyhvd's errors in a forked child; return an exit code."""
+def _place() -> tuple[Any, ...]:
+    calls = (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size)
+    world = hvd.global_process_set
+    return (
+        *(call() for call in calls),
+        *(hvd.is_initialized(), hvd.is_homogeneous(), hvd.mpi_threads_supported()),
+        *(world.rank(), world.size(), world.included()),
+    )
+
+
+def _in_child(place: tuple[Any, ...]) -> int:
+    """Check what pyhvd answers and refuses in a forked child; return an exit code."""
     calls: tuple[Callable[[], Any], ...] = (
-        hvd.rank,
         hvd.init,
         hvd.barrier,
         lambda: hvd.allreduce(np.ones(1)),
@@ -48,7 +57,8 @@ def _in_child() -> int:
         if not isinstance(error, hvd.NotInitializedError) or "fork" not in str(error):
             print("child:", code, repr(error), flush=True)
             return code
-    if hvd.is_initialized():
+    if _place() != place:
+        print("child:", _place(), "parent:", place, flush=True)
         return 90
     hvd.shutdown()
     error = outcome(hvd.init)  # would connect to the parent's ranks
@@ -120,14 +130,15 @@ def test_a_signal_in_the_middle_of_shutdown() -> None:
 
 @on_ranks(2)
 def test_fork() -> None:
-    """A forked child gets an error from pyhvd; its parent continues, also while the child lives."""
+    """In a forked child ranks and sizes answer, and collectives raise; its parent continues meanwhile."""
     hvd.init()
+    place = _place()
     pending = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="before the fork") if hvd.rank() else None
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
-            code = _in_child()
+            code = _in_child(place)
         finally:
             os._exit(code)
     if pending is None:
@@ -182,6 +193,33 @@ SCRIPTS = {
         "hvd.barrier()\n"
         "hvd.shutdown()\n"
         "if h is not None: print('told', h.exception().rank >= 0, flush=True)\n"
+    ),
+    "mpi4py.rc.initialize is False": (
+        "import mpi4py\n"
+        "mpi4py.rc.initialize = False\n"
+        "mpi4py.rc.thread_level = 'serialized'\n"
+        "from mpi4py import MPI\n"
+        "import numpy as np, pyhvd as hvd\n"
+        "hvd.init([0, 1])\n"
+        "assert MPI.Query_thread() == MPI.THREAD_SERIALIZED\n"
+        "text = 'told 1' * hvd.rank()\n"
+        "key = MPI.Comm.Create_keyval(delete_fn=lambda *_: print(text, end='', flush=True))\n"
+        "MPI.COMM_SELF.Set_attr(key, 1)\n"  # deleted by MPI_Finalize
+        "assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == 2\n"
+        "hvd.shutdown(); hvd.init()\n"
+    ),
+    "MPI ends and begins in the program": (
+        "import mpi4py\n"
+        "mpi4py.rc(initialize=False, finalize=False)\n"
+        "import numpy as np, pyhvd as hvd\n"
+        "hvd.init()\n"
+        "from mpi4py import MPI\n"
+        "assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == 2\n"
+        "rank = hvd.rank()\n"
+        "hvd.shutdown()\n"
+        "MPI.Finalize()\n"
+        "try:\n    hvd.init()\n"
+        "except hvd.TransportError as exc: print('told 1' * rank if 'MPI_Finalize' in str(exc) else exc)\n"
     ),
     "an error that nobody looks at": (
         "import numpy as np, pyhvd as hvd\n"

@@ -60,4 +60,4 @@ def test_horovods_variables_do_the_same() -> None:
 def test_a_level_that_is_none_is_bad_usage() -> None:
     ended = pyhvdrun("-n", 2, "--log-level", "loud", "-c", SAY)
     assert ended.code == 2
-    assert "invalid choice: 'loud'" in ended.last
+    assert "expected one of trace, debug, info, warning, error, fatal, not 'loud'" in ended.last

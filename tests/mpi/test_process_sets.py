@@ -107,6 +107,8 @@ def test_sets_of_communicators() -> None:
         assert mine.ranks == members
         assert [mine.process_set_id] == [1 if 0 in members else 2]
         assert "communicator" in repr(mine)
+        assert mine.mpi_comm is half
+        assert hvd.global_process_set.mpi_comm is world
         sets.every_verb_in(members, mine)
         hvd.barrier()
         hvd.shutdown()
@@ -117,6 +119,7 @@ def test_sets_of_communicators() -> None:
         hvd.init(comm=world, process_sets=[hvd.ProcessSet(same)])
     same.Free()
     hvd.init()
+    assert hvd.global_process_set.mpi_comm is None
     assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [4.0]
 
 
@@ -134,6 +137,7 @@ def test_init_with_some_of_the_ranks() -> None:
     part = world.Split(world.rank > 0, -world.rank)
     hvd.init(comm=part)
     assert (hvd.rank(), hvd.size()) == (part.rank, part.size)
+    assert hvd.global_process_set.mpi_comm is part
     # pyhvd duplicated the communicator: the program may use and free the original.
     assert part.allreduce(1) == part.size
     part.Free()

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from pyhvd.run.launchers.local import _LocalJob
+from pyhvd.run.options import Options
 from tests.mpi.run_support import (
     LIBRARY,
+    MPIEXEC,
     Ended,
     bare,
     bare_command,
+    bare_environment,
     launcher_command,
     parent_of,
     pyhvdrun,
     read_pids,
+    run,
     script,
     started,
 )
@@ -42,7 +50,10 @@ def run_both(launched: bool, ranks: int, *arguments: object) -> Ended:
 
 
 def took(ended: Ended, path: str) -> float:
-    """Return the seconds from the barrier at the start of a script (TOGETHER) to the job's end."""
+    """Return the seconds to the job's end from the barrier at the start of a script (TOGETHER).
+
+    A script that does more before it fails sets the file's time again.
+    """
     return ended.at - os.stat(f"{path}.together").st_mtime
 
 
@@ -199,16 +210,78 @@ def test_exit_0_of_one_rank_ends_that_rank_only(tmp_path: Path, launched: bool) 
     assert (ended.code, ended.out) == (0, "ran on\n"), ended.err
 
 
+BEFORE_INIT = """
+import pathlib, time
+arrived = pathlib.Path(__file__ + ".arrived")
+if rank == 1:
+    while not arrived.exists(): time.sleep(0.01)
+    ACT
+arrived.touch()
+IMPORT
+import pyhvd as hvd
+hvd.init()
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "act", "text"),
+    [
+        (
+            60,
+            "raise SystemExit",
+            "ended without calling init(), and rank 0 waits for it there: every rank must call pyhvd.init(),"
+            " or none",
+        ),
+        (
+            2,
+            "time.sleep(100)",
+            "has not called init() within the start timeout of 2 s, and rank 0 waits for it there",
+        ),
+    ],
+    ids=["ends", "sleeps"],
+)
+@pytest.mark.parametrize("initialize", ["import", "init()"])
+def test_a_rank_that_does_not_come_to_init_is_named(
+    tmp_path: Path, initialize: str, seconds: int, act: str, text: str
+) -> None:
+    """The others wait in MPI_Init, which the import of mpi4py.MPI has called, or init() itself."""
+    imports = "import mpi4py; mpi4py.rc.initialize = False" if initialize == "init()" else ""
+    path = script(tmp_path, RANK + BEFORE_INIT.replace("ACT", act).replace("IMPORT", imports))
+    ended = pyhvdrun("-n", 2, "--start-timeout", seconds, path)
+    assert ended.code == 1, ended.err
+    assert time.time() - os.stat(f"{path}.arrived").st_mtime < 2 + 2 + WITHIN_S
+    assert ended.last == f"pyhvd: rank 1 of 2 on host {socket.gethostname()} {text}"
+
+
+def test_a_rank_that_is_late_may_be_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a start timeout of the user's the job goes on."""
+    job = _LocalJob([], {}, str(tmp_path), Options([], num_proc=2))
+    with job._listener:
+        job._entrance.enter(1, 0.0)
+        for now in (29.9, 30.0, 40.0):
+            job._check_entrance(now)
+    assert job._end_at is None
+    assert capsys.readouterr().err == (
+        f"pyhvd: rank 0 of 2 on host {socket.gethostname()} has not called init() within the start timeout of"
+        " 30 s, and rank 1 waits for it there; the job goes on, as no start timeout was given that would end"
+        " it\n"
+    )
+
+
 @both
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_just_goes_while_pyhvd_is_up_has_failed(
     tmp_path: Path, launched: bool, rank: int
 ) -> None:
-    """Hydra kills the other ranks of such a rank, and may return 0; the launcher still reports a failure."""
+    """Hydra kills the other ranks of such a rank, and may return 0; the launcher still reports a failure.
+
+    The time counts from the failure, because imports and init() take seconds on a busy machine.
+    """
     path = script(
         tmp_path,
         TOGETHER + "import numpy as np, pyhvd as hvd\nhvd.init(); hvd.allreduce(np.ones(3), name='x')\n"
-        f"if rank == {rank}: os._exit(0)\nhvd.allreduce(np.ones(3), name='x')\n",
+        f"if rank == {rank}: os.utime(__file__ + '.together'); os._exit(0)\n"
+        "hvd.allreduce(np.ones(3), name='x')\n",
     )
     ended = run_both(launched, 2, path)
     assert ended.code == 1
@@ -227,6 +300,67 @@ def test_a_rank_that_has_shut_pyhvd_down_may_just_go(tmp_path: Path, launched: b
     )
     ended = run_both(launched, 1, path)
     assert ended.code == 0, ended.err
+
+
+FORKS = """
+import os, sys, time
+import numpy as np
+FIRST
+import pyhvd as hvd
+hvd.init()
+def ends(act):
+    pid = os.fork()
+    if pid == 0:
+        act()
+        return "in a child"
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+acts = [lambda: sys.exit(3), lambda: sys.exit("the helper has ended"), sys.exit]
+acts += [lambda: 1 / 0, int]
+codes = []
+for act in acts:
+    codes.append(ends(act))
+    if codes[-1] == "in a child":
+        break
+else:
+    total = hvd.allreduce(np.ones(2), op=hvd.Sum, name="x").tolist()
+    print(f"rank {hvd.rank()}: {codes} {total}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["pyhvdrun", "mpiexec", "python", "python, MPI first"])
+def test_how_a_forked_child_ends_is_its_parents_affair(tmp_path: Path, how: str) -> None:
+    """A child that leaves by Python's own end is not taken for its rank, and does not end MPI."""
+    path = script(tmp_path, FORKS.replace("FIRST", "from mpi4py import MPI" if "first" in how else ""))
+    if how.startswith("python"):
+        ended = run([MPIEXEC, "-n", "2", sys.executable, path], bare_environment())
+    else:
+        ended = run_both(how == "pyhvdrun", 2, path)
+    assert ended.code == 0, ended.err
+    assert sorted(line for line in ended.out.splitlines() if line) == [
+        f"rank {rank}: [3, 1, 0, 1, 0] [2.0, 2.0]" for rank in range(2)
+    ]
+    assert ended.err.count("the helper has ended") == 2, ended.err
+    for words in ("ZeroDivisionError", "division by zero"):  # two ranks write at the same time
+        assert ended.err.count(words) == 2, ended.err
+    assert ended.err.count("pyhvd:") == ("python" not in how), ended.err  # OMP_NUM_THREADS
+
+
+@pytest.mark.parametrize("first", ["", "from mpi4py import MPI\n"], ids=["pyhvd", "MPI"])
+def test_a_failure_under_mpi4pys_own_runner_ends_the_job(tmp_path: Path, first: str) -> None:
+    """A rank that mpi4py aborts does not wait for the others in MPI_Finalize; its forked child is no rank."""
+    path = script(
+        tmp_path,
+        first + "import os, time, pyhvd as hvd\nhvd.init(); hvd.shutdown()\npid = os.fork()\n"
+        "if pid == 0: raise ValueError('in the child')\n"
+        "assert os.waitpid(pid, 0)[1] == 256; print('reaped', flush=True)\n"
+        "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()\n"
+        "if MPI.COMM_WORLD.rank: raise ValueError('boo')\ntime.sleep(60)\n",
+    )
+    ended = run([MPIEXEC, "-n", "2", sys.executable, "-m", "mpi4py.run", path], bare_environment())
+    assert ended.code == 1, ended.err
+    assert ended.seconds < 30
+    assert ended.out.count("reaped") == 2, ended.out
+    assert ended.err.count("ValueError: boo") == 1, ended.err
 
 
 @pytest.mark.any_mpi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from tests.mpi.run_support import (
     MPIEXEC,
     TIMEOUT_S,
     bare,
+    bare_command,
     bare_environment,
     environment,
     launcher_command,
@@ -100,6 +102,49 @@ def test_missing_script_is_said_once() -> None:
     assert ended.code == 2
     name = os.path.basename(sys.executable)
     assert ended.err == f"{name}: can't open file '/nowhere/script.py': [Errno 2] No such file or directory\n"
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
+def test_a_mistyped_command_is_named(tmp_path: Path, launched: bool) -> None:
+    words = ("pythn", "x.py")
+    command = launcher_command("-n", 2, *words) if launched else bare_command(2, *words)
+    ended = run(command, bare_environment(), cwd=tmp_path)
+    text = f"pyhvd: there is no Python script 'pythn' in {tmp_path}, and no command of this name"
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.count(f"{text}: did you mean 'python'?\n") == 1, ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.any_mpi
+def test_a_mistyped_command_of_horovodrun_is_named(tmp_path: Path) -> None:
+    start = "import sys; from pyhvd.run.__main__ import horovodrun; sys.exit(horovodrun())"
+    ended = run([sys.executable, "-c", start, "-np", "2", "pythn", "x.py"], cwd=tmp_path)
+    text = f"pyhvd: there is no Python script 'pythn' in {tmp_path}, and no command of this name"
+    assert (ended.code, ended.out, ended.err) == (2, "", f"{text}: did you mean 'python'?\n")
+
+
+CLOSED = """
+import os, sys
+import numpy as np, pyhvd as hvd
+print("hello")
+print("hello", file=sys.stderr)
+assert sys.stdin.read() == ""
+hvd.init()
+open(f"{__file__}.{hvd.rank()}", "w").write(str(hvd.allreduce(np.ones(1), op=hvd.Sum)))
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_descriptors_are_as_dev_null(tmp_path: Path, closed: str) -> None:
+    """cron and daemons may start pyhvdrun so; the ranks run, and what is open shows their output."""
+    path = script(tmp_path, CLOSED)
+    shell = shlex.join(launcher_command("-n", 2, path))
+    ended = run(["sh", "-c", f"{shell} {closed}"])
+    assert ended.code == 0, ended.err
+    assert [Path(f"{path}.{rank}").read_text() for rank in range(2)] == ["[2.]"] * 2
+    assert ended.out == ("" if ">&-" in closed.split() else "hello\n" * 2)
+    assert ended.err.count("hello\n") == (0 if "2>&-" in closed else 2)
+    assert "Error" not in ended.err
 
 
 def test_missing_script_under_mpiexec() -> None:
@@ -281,7 +326,7 @@ def test_unknown_launcher_falls_back_to_mpi_abort(tmp_path: Path) -> None:
 def test_start_costs_little(tmp_path: Path) -> None:
     """The supervisor imports neither MPI nor numpy."""
     code = (
-        "import sys; import pyhvd.run.rank_entry\n"
+        "import sys; import pyhvd.run.entry.rank_entry\n"
         "print([name for name in ('numpy', 'mpi4py.MPI', 'msgspec', 'cloudpickle') if name in sys.modules])"
     )
     job = subprocess.run(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,27 @@ def test_script_and_arguments(tmp_path: Path, launched: bool) -> None:
     assert found["file"] == path
     assert found["name"] == "__main__"
     assert found["job_dir"] is None
+
+
+NUMBERS = """
+    import json, os
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+    print(json.dumps({name: os.environ.get("HOROVOD_" + name) for name in names}))
+"""
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
+def test_libraries_find_the_variables_of_horovod(tmp_path: Path, launched: bool) -> None:
+    path = script(tmp_path, NUMBERS)
+    outer = {"HOROVOD_RANK": "7", "HOROVOD_CROSS_RANK": "3"}  # of a job that this one is started in
+    ended = pyhvdrun("-n", 2, path, env=outer) if launched else bare(2, path, env=outer)
+    assert ended.code == 0, ended.err
+    found = sorted((json.loads(line) for line in ended.out.splitlines()), key=lambda each: each["RANK"])
+    assert found == [
+        {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
+        | {"CROSS_RANK": "0", "CROSS_SIZE": "1", "HOSTNAME": os.uname().nodename}
+        for rank in ("0", "1")
+    ]
 
 
 @pytest.mark.any_mpi
@@ -120,6 +143,86 @@ def test_multiprocessing_spawn_in_a_rank(tmp_path: Path) -> None:
     )
     ended = pyhvdrun("-n", 1, path)
     assert (ended.code, ended.out) == (0, "[2, 4]\n"), ended.err
+
+
+REFUSED = (
+    "init() was called in process N, a child of rank 1{}: it has inherited the rank's variables, but only the"
+    " rank itself can call init(). If multiprocessing has started it, guard init() with 'if __name__ =="
+    ' "__main__":\', as such a child imports the program again. A child that is no part of this job needs'
+    " another environment: env=pyhvd.child_environment()"
+)
+CHILDREN = """
+import multiprocessing, os, subprocess, sys
+import numpy as np
+import pyhvd as hvd
+
+def init():
+    try:
+        hvd.init()
+    except hvd.NotInitializedError as exc:
+        return str(exc)
+    return f"{hvd.size()} {hvd.allreduce(np.ones(1), op=hvd.Sum)}"
+
+def put(pipe):
+    pipe.send(init())
+
+def by_multiprocessing(method):
+    context = multiprocessing.get_context(method)
+    mine, its = context.Pipe()
+    child = context.Process(target=put, args=(its,))
+    child.start()
+    text = mine.recv()
+    child.join()
+    return text
+
+def by_command(*words, **options):
+    return subprocess.run([*words, __file__, "child"], stdout=subprocess.PIPE, text=True, **options).stdout
+
+if sys.argv[1:] == ["child"]:
+    print(init(), end="\\n")
+elif __name__ == "__main__":
+    hvd.init()
+    if hvd.rank() == 1:
+        print("rank", os.getpid())
+        python, job = [sys.executable], [sys.executable, "-m", "pyhvd.run", "-n", "2"]
+        refused = [by_command(*python), by_command(*python, close_fds=False), by_multiprocessing("spawn")]
+        alone = by_command(*python, env=hvd.child_environment())
+        jobs = [by_command(*job), by_command(*job, env=hvd.child_environment())]
+        hvd.barrier()
+        hvd.shutdown()
+        refused.append(by_multiprocessing("fork"))
+        print(repr((refused, alone, jobs)))
+    else:
+        hvd.barrier()
+"""
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
+def test_a_child_of_a_rank_is_not_the_rank(tmp_path: Path, launched: bool) -> None:
+    """init() refuses there, whatever the child has inherited. But a child can be, or start, another job."""
+    path = script(tmp_path, CHILDREN)
+    ended = pyhvdrun("-n", 2, path) if launched else bare(2, path)
+    assert ended.code == 0, ended.err
+    first, last = ended.out.splitlines()
+    rank = first.split()[1]
+    refused, alone, jobs = ast.literal_eval(last)
+    for text in refused:
+        texts = [REFUSED.format(which) for which in ("", f" (process {rank})")]
+        assert re.sub(r"process \d+,", "process N,", text.strip()) in texts
+    assert alone == "1 [1.]\n"
+    assert jobs == ["2 [2.]\n2 [2.]\n"] * 2
+    assert "PMI" not in ended.err
+
+
+def test_a_program_that_a_rank_starts_may_be_the_rank(tmp_path: Path) -> None:
+    """The first process that calls init() is the rank, also below a shell or a program that does not."""
+    path = script(
+        tmp_path,
+        "import numpy as np, pyhvd as hvd\nhvd.init()\n"
+        "print(f'{hvd.allreduce(np.ones(1), op=hvd.Sum)}\\n', end='', flush=True)\n",
+    )
+    ended = pyhvdrun("-n", 2, "-c", f"import os, sys; os.system(f'{{sys.executable}} {path}; true')")
+    assert (ended.code, ended.out) == (0, "[2.]\n[2.]\n"), ended.err
 
 
 def test_omp_num_threads_is_set_and_said_once(tmp_path: Path) -> None:

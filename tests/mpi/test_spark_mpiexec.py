@@ -265,7 +265,7 @@ def test_two_hosts(extra: str, order: list[int]) -> None:
         extra = "--map-by node"
     bench = make(add_up, 3, extra)
     results = bench.run(*(_on_host(bench, f"host-{'aba'[index]}", index) for index in range(3)))
-    placements = bench.service.placements
+    placements = bench.driver.placements
     assert [each.index for each in placements] == order
     assert results == [(each.rank, each.local_rank, each.local_size, 3.0) for each in placements]
 

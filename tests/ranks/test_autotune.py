@@ -153,3 +153,12 @@ def test_a_log_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -
     assert isinstance(failed.value.__cause__, ValueError)
     text = f"PYHVD_AUTOTUNE_LOG={path!r} cannot be written: No such file or directory"
     assert text in str(failed.value.__cause__)
+
+
+def test_an_error_at_the_start_names_the_variable_that_the_user_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    monkeypatch.setenv("HOROVOD_AUTOTUNE_LOG", str(tmp_path / "missing" / "tuned.csv"))
+    with pytest.raises(RanksFailed, match=r"HOROVOD_AUTOTUNE_LOG='.*' cannot be written"):
+        run_ranks(2, lambda: None)

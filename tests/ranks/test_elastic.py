@@ -15,7 +15,7 @@ import pytest
 import pyhvd as hvd
 from pyhvd.elastic import ElasticSampler, ObjectState, State, exchange, loop, session
 from pyhvd.elastic.session import current
-from pyhvd.job.vault import Vault, VaultError
+from pyhvd.job.commits.vault import Vault, VaultError
 from pyhvd.testing import RanksFailed, run_ranks
 from tests.elastic_hosts import Hosts
 
@@ -86,8 +86,65 @@ def test_what_is_saved_in_an_ordinary_job_is_kept_by_value() -> None:
             state.restore()
             assert (values(state), state.sampler.processed_num) == before
         state.check_host_updates()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_what_a_state_begins_with_is_kept_by_value(elastic: bool) -> None:
+    """The constructor keeps it, and so does the synchronisation at the beginning of the function."""
+
+    def spoil(state: Any) -> None:
+        state.epoch, state.losses[0] = 7, "changed in place"
+        state.weights += 5
+        state.sampler.record_batch(0, 2)
+
+    def found(state: Any) -> Any:
+        return values(state), state.sampler.processed_num
+
+    @hvd.elastic.run
+    def function(state: Any) -> None:
+        before = found(state)
+        for _ in range(2):
+            spoil(state)
+            state.restore()
+            assert found(state) == before == ((0, [0], [0.0] * 3), 0)
+
+    def body() -> None:
+        state, rank = make(sampler=ElasticSampler(10)), hvd.rank()
+        spoil(state)
+        state.restore()
+        assert found(state) == ((rank, [rank], [float(rank)] * 3), 0)
+        function(state)
+
+    run_ranks(2, body) if not elastic else Hosts().run([0, 1], body)
+
+
+def test_restore_in_a_later_generation_goes_back_to_the_commit() -> None:
+    hosts = Hosts()
+    hosts.run([0, 0], lambda: train(2)(make()))
+
+    @hvd.elastic.run
+    def function(state: Any) -> Any:
+        state.epoch = 50
+        state.restore()
+        return values(state)
+
+    assert hosts.run([0, 1], lambda: function(make())) == [(2, [0, 1, 2], [2.0] * 3)] * 2
+
+
+def test_restore_says_why_there_is_no_copy() -> None:
+    class Bare(State):
+        def dump(self) -> Any:
+            return None
+
+    def body() -> None:
         with pytest.raises(RuntimeError, match=r"^restore: nothing was saved or committed before$"):
-            make().restore()
+            Bare().restore()
+        train(1, commit=False)(make(lock=threading.Lock() if hvd.rank() else None))
+        text = r"^restore: there is no copy: ObjectState cannot be pickled: attribute 'lock': TypeError: "
+        with pytest.raises(RuntimeError, match=text):
+            make(lock=threading.Lock()).restore()
 
     run_ranks(2, body)
 
@@ -177,7 +234,7 @@ def test_a_host_that_holds_the_commit_reads_it_while_others_get_it(monkeypatch: 
 def test_the_source_must_hold_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Hosts()
     hosts.run([0, 1], lambda: train(1)(make()))
-    monkeypatch.setattr(session.Session, "held", None)
+    monkeypatch.setattr(session.RankSession, "held", None)
     with pytest.raises(RanksFailed, match="rank 0 lacks commit 1, of which it is the source"):
         hosts.run([0, 1], lambda: train(0)(make()))
 

@@ -311,7 +311,7 @@ def test_only_where_all_arrays_are_shared_nothing_is_moved(whose: str, direct: b
     """A cached response records whether arrays are in shared memory, and changes with a rank's arrays."""
 
     def remembered() -> bool:
-        cache = current_holder().context.runtime._worker._caches[0]  # type: ignore[union-attr]
+        cache = current_holder().context.runtime._node.worker._caches[0]  # type: ignore[union-attr]
         (response,) = cache.expand(1 << cache._by_name["t"])
         return response.direct
 

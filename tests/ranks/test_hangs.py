@@ -13,7 +13,7 @@ import pytest
 import pyhvd as hvd
 from pyhvd.controller import Stalled
 from pyhvd.negotiation.messages import bits_of
-from pyhvd.observe.stall_inspector import Finding
+from pyhvd.observe.stall_inspector import Stall
 from pyhvd.testing import RanksFailed, run_ranks
 
 both_lanes = pytest.mark.parametrize("fast_lane", [False, True])
@@ -45,7 +45,7 @@ def look_only_when(monkeypatch: pytest.MonkeyPatch, *missing: tuple[int, ...]) -
 
     look = StallInspector.look
 
-    def seen(self: StallInspector, pending: Sequence[Stalled], now: float) -> Finding | None:
+    def seen(self: StallInspector, pending: Sequence[Stalled], now: float) -> Stall | None:
         return look(
             self, pending if {each.missing for each in pending} == {*map(bits_of, missing)} else [], now
         )

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.controller import Node
 from pyhvd.engine.context import current
 from pyhvd.engine.fast_path import FastPathAdapter
-from pyhvd.engine.runtime import Runtime
 from pyhvd.negotiation.messages import Request, RequestList, RequestType
 from pyhvd.testing import run_ranks
 from pyhvd.transport import link_layout
@@ -110,7 +110,7 @@ def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     return layout
 
 
-@each(Cases([*disagreements.CASES, *refusals.CASES, *joining.CASES, *sets.DYNAMIC]), 4)
+@each(Cases([*disagreements.CASES, *refusals.CASES, *joining.CASES, *joining.IN_SETS, *sets.DYNAMIC]), 4)
 def test_messages_through_leaders(case: Case, size: int, hosts: list[int]) -> None:
     on_threads(case, size, hosts, dynamic_process_sets=True)
 
@@ -252,48 +252,67 @@ def test_a_cached_tensor_that_waits_names_the_late_rank(caplog: pytest.LogCaptur
         logging.getLogger("pyhvd").removeHandler(handler)
 
 
-@pytest.mark.parametrize("what", ["join", "refusal"])
-def test_it_comes_after_the_messages_about_tensors_marked_before_it(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It recalls their slots, so the rank submits them again, and rank 0 would not expect that."""
+def _note_what_rank_1_sends(awaited: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Event]:
+    """Return the kinds of what rank 1 sends, and an event that is set with the first of a kind."""
     sent: list[str] = []
-    told, send_up = Event(), Runtime._send_up
+    told, submit = Event(), Node.submit
 
-    def send(runtime: Runtime, message: RequestList) -> None:
-        send_up(runtime, message)
+    def send(node: Node, message: RequestList, now: float) -> None:
+        submit(node, message, now)
         if current().topology.rank == 1:
             sent.extend("tensor" for _ in message.bits)
             for _, request in message.requests:
                 kind = "join" if request.type == RequestType.JOIN else "tensor"
                 sent.append("refusal" if request.error else kind)
-            if what in sent:
+            if awaited in sent:
                 told.set()
 
-    def rank() -> None:
+    monkeypatch.setattr(Node, "submit", send)
+    return sent, told
+
+
+@pytest.mark.parametrize("in_a_set", [False, True])
+@pytest.mark.parametrize("what", ["join", "refusal"])
+def test_it_comes_after_the_messages_about_tensors_marked_before_it(
+    what: str, in_a_set: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It recalls their slots, so the rank submits them again, and rank 0 would not expect that."""
+    sent, told = _note_what_rank_1_sends(what, monkeypatch)
+
+    def member(process_set: hvd.ProcessSet) -> None:
         mine = np.array([10.0 ** hvd.rank()])
+        submit = partial(hvd.allreduce_async, mine, name="x", op=hvd.Sum, process_set=process_set)
         for _ in range(3):
-            hvd.allreduce(mine, name="x", op=hvd.Sum)
+            submit().result()
         if hvd.rank() == 1:
             sent.clear()
-            handle = hvd.allreduce_async(mine, name="x", op=hvd.Sum)
+            handle = submit()
             handle.flush()
             if what == "refusal":
                 with pytest.raises(hvd.DuplicateNameError):
-                    hvd.allreduce_async(mine, name="x", op=hvd.Sum)
+                    submit()
         else:
             assert told.wait(20)
-            handle = hvd.allreduce_async(mine, name="x", op=hvd.Sum)
+            handle = submit()
         if what == "join":
             hvd.join()
         assert handle.result().tolist() == [11.0]
         if what == "refusal" and hvd.rank() == 0:
             with pytest.raises(hvd.RankFailedError, match="rank 1 refused it"):
-                hvd.allreduce(mine, name="x", op=hvd.Sum)
-        assert hvd.allreduce(mine, name="x", op=hvd.Sum).tolist() == [11.0]
+                submit().result()
+        assert submit().result().tolist() == [11.0]
 
-    monkeypatch.setattr(Runtime, "_send_up", send)
-    run_ranks(2, rank, timeout=SECONDS, hosts=[0, 1])
+    def rank() -> None:
+        members = hvd.add_process_set([0, 1]) if in_a_set else hvd.global_process_set
+        if members.included():
+            member(members)
+        elif what == "join":
+            hvd.join()
+        if in_a_set:
+            assert hvd.remove_process_set(members)
+
+    hosts = [0, 1, 1] if in_a_set else [0, 1]
+    run_ranks(len(hosts), rank, timeout=SECONDS, hosts=hosts, knobs={"dynamic_process_sets": in_a_set})
     assert sent[:2] == ["tensor", what]
 
 

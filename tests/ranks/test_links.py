@@ -20,7 +20,7 @@ from pyhvd.transport import link_sharing, links
 from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
 from pyhvd.transport.link_addresses import HostAddress, host_addresses
 from pyhvd.transport.link_handshakes import Handshakes
-from pyhvd.transport.link_layout import Role, parents_of
+from pyhvd.transport.link_layout import LinkRole, parents_of
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.tcp.connection import Address, listen, new_key
 from tests.unit.transport.test_link_layout import LAYOUTS
@@ -221,8 +221,8 @@ def test_strangers_on_every_port_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> 
             self,
             key: bytes,
             listeners: Sequence[socket.socket],
-            accepts: set[Role],
-            dials: Mapping[Role, Sequence[Address]],
+            accepts: set[LinkRole],
+            dials: Mapping[LinkRole, Sequence[Address]],
         ) -> None:
             for listener in listeners:
                 if listener.family == socket.AF_INET:
@@ -272,8 +272,8 @@ class Wrong(Handshakes):
         self,
         key: bytes,
         listeners: Sequence[socket.socket],
-        accepts: set[Role],
-        dials: Mapping[Role, Sequence[Address]],
+        accepts: set[LinkRole],
+        dials: Mapping[LinkRole, Sequence[Address]],
     ) -> None:
         wrong = threading.current_thread().name == "rank-2"
         super().__init__(new_key() if wrong else key, listeners, accepts, dials)
@@ -291,7 +291,7 @@ def test_one_pair_that_does_not_connect_ends_all_links_in_time(monkeypatch: pyte
 
 def test_a_rank_without_descriptors_left_takes_part_in_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     class Exhausted(Wrong):
-        def run(self, until: float) -> dict[Role, str]:
+        def run(self, until: float) -> dict[LinkRole, str]:
             if threading.current_thread().name == "rank-1":
                 raise OSError(24, "Too many open files")
             return super().run(until)

@@ -75,7 +75,7 @@ def test_counts_of_a_known_program(size: int, knobs: dict[str, Any]) -> None:
 
 @each_lane
 def test_times_of_a_known_program(knobs: dict[str, Any]) -> None:
-    for seen in run_ranks(2, known_program, knobs={**knobs, "metrics_times": True}):
+    for seen in run_ranks(2, known_program, knobs={**knobs, "metrics_port": 0}):
         assert seen.timed
         assert seen.negotiation_seconds.count == 5 + 9 + 4
         # The engine may record the last response's end after its caller has continued.
@@ -112,7 +112,7 @@ def test_whom_the_others_wait_for(knobs: dict[str, Any]) -> None:
             hvd.allreduce(tensor, name="x")
         return hvd.metrics()
 
-    zero, one = run_ranks(2, late, knobs={**knobs, "metrics_times": True})
+    zero, one = run_ranks(2, late, knobs={**knobs, "metrics_port": 0})
     assert zero.wait_seconds.sum >= 0.9 * patience
     assert zero.negotiation_seconds.sum >= 0.9 * patience
     assert one.late_tensors == ()
@@ -201,7 +201,7 @@ def test_threads_count_without_loss(knobs: dict[str, Any]) -> None:
             thread.join()
         return hvd.metrics()
 
-    for seen in run_ranks(2, many, knobs={**knobs, "metrics_times": True}):
+    for seen in run_ranks(2, many, knobs={**knobs, "metrics_port": 0}):
         assert sum(seen.tensors["allreduce"].values()) == threads * calls
         assert sum(seen.bytes["allreduce"].values()) == threads * calls * 64
         assert seen.cache_hits + seen.cache_misses == threads * calls

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.testing import run_ranks
-from tests.conformance import sets
-from tests.conformance.cases import SECONDS, Case, each, on_threads
+from pyhvd.testing import RanksFailed, run_ranks
+from tests.conformance import joining, sets
+from tests.conformance.cases import SECONDS, Case, each, on_threads, outcome
 
 
-@each(sets.DYNAMIC)
+@each([*sets.DYNAMIC, *joining.IN_SETS])
 def test_dynamic(case: Case, size: int) -> None:
     on_threads(case, size, dynamic_process_sets=True)
 
@@ -81,3 +81,34 @@ def test_wrong_sets_fail_everywhere_and_can_be_corrected(kind: str) -> None:
         assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
 
     run_ranks(2, rank, timeout=SECONDS, init=False)
+
+
+@pytest.mark.parametrize("end", ["shutdown", "error"])
+@pytest.mark.parametrize("hosts", [None, [0, 1, 1]], ids=str)
+def test_a_job_that_ends_while_a_member_has_joined(end: str, hosts: list[int] | None) -> None:
+    """The joined rank, and a member that waits for the rank that ends, get the cause."""
+
+    def rank() -> None:
+        first, second = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 2])
+        if hvd.rank() == 2:
+            while not isinstance(outcome(lambda: hvd.barrier(first)), hvd.MismatchError):
+                pass
+            assert hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=first).tolist() == [1.0]
+            if end == "error":
+                raise KeyError("this one")
+            hvd.shutdown()
+            return
+        call = (
+            hvd.join if hvd.rank() == 0 else lambda: hvd.allreduce(np.ones(1), name="x", process_set=second)
+        )
+        with pytest.raises(hvd.HorovodInternalError, match="rank 2"):
+            call()
+
+    def run() -> None:
+        run_ranks(3, rank, timeout=SECONDS, knobs={"dynamic_process_sets": True}, hosts=hosts)
+
+    if end == "shutdown":
+        run()
+        return
+    with pytest.raises(RanksFailed, match="rank 2 of 3 raised KeyError"):
+        run()

@@ -81,7 +81,7 @@ def test_hosts_that_differ_and_ranks_that_are_alone_have_one_level(hosts: list[i
     assert all(each == found[0] for each in found)
 
 
-@each(Cases([*joining.CASES, *sets.DYNAMIC]), 4)
+@each(Cases([*joining.CASES, *joining.IN_SETS, *sets.DYNAMIC]), 4)
 def test_case(case: Case, size: int) -> None:
     on_threads(case, size, [0, 0, 1, 1], links=False, dynamic_process_sets=True)
 

@@ -22,6 +22,8 @@ from pyhvd.spark import use_java
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_S = 60.0
+# Each JVM of the tests lives for minutes: its optimizing compiler takes more CPU time than it saves.
+JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 CORES = 2
 WORKERS = ("a", "b")
 # All processes of the cluster and of the driver have it in their environment.
@@ -99,6 +101,7 @@ class Cluster:
             "SPARK_LOCAL_IP": place.address,
             "SPARK_LOCAL_DIRS": str(self._folder / "local"),
             "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": JAVA_OPTIONS,
         }
         command = [str(_home() / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}"]
         return self._stack.enter_context(

@@ -17,11 +17,13 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from tests.spark.cluster import LOOPBACK, Place, spark_environment
+from tests.spark.cluster import JAVA_OPTIONS, LOOPBACK, Place, spark_environment
 
 START_S = 90.0
 """Seconds until a session has its slots."""
 SETTINGS = {
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+    "spark.executor.extraJavaOptions": JAVA_OPTIONS,
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
     # How often Spark looks for the slots of a barrier job, for example until a lost executor is back.

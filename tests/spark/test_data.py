@@ -114,6 +114,7 @@ def test_taking_the_place_of_what_it_reads_from(spark: Any, tmp_path: Path) -> N
     assert sorted(os.listdir(path)) == sorted([manifest.NAME, *(part.name for part in dataset.parts)])
 
 
+@pytest.mark.any_spark
 def test_files_of_others_are_left_alone(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(DataError, match=r"holds other files \('thesis\.tex'\)"):
@@ -121,6 +122,7 @@ def test_files_of_others_are_left_alone(spark: Any, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
+@pytest.mark.any_spark
 def test_what_an_unfinished_job_left(spark: Any, tmp_path: Path) -> None:
     left = tmp_path / "part-00000-0123456789ab-01234567.parquet"
     left.write_bytes(b"half a file")
@@ -173,6 +175,7 @@ def test_what_spark_ends(spark: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.parquet"))
 
 
+@pytest.mark.any_spark
 def test_files_that_cannot_be_removed(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,6 +220,7 @@ def test_a_task_that_is_tried_again(spark: Any, tmp_path: Path) -> None:
     assert sorted(pyhvd.spark.shard(tmp_path / "data", 0, 1).read()["id"].tolist()) == list(range(100))
 
 
+@pytest.mark.any_spark
 def test_disks_that_are_not_shared(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyhvd.spark.data.folder.Folder.sizes", lambda self: {})
     with pytest.raises(DataError, match=r"does not find 1 of 1 files that the executors wrote in .* share"):
@@ -261,6 +265,7 @@ def tell_columns() -> list[str]:
     return []
 
 
+@pytest.mark.any_spark
 def test_columns_of_a_partition(spark: Any, mark: dict[str, str]) -> None:
     (said,) = pyhvd.spark.run(tell_columns, num_proc=1, env=mark, df=spark.range(4))
     assert said == ["there is no column 'label'; there are id", "id"]
@@ -281,6 +286,7 @@ def test_rows_for_which_spark_starts_no_task(spark: Any, condition: str) -> None
         pyhvd.spark.run(own_rows, (1, True), num_proc=2, df=spark.range(4).where(condition))
 
 
+@pytest.mark.any_spark
 def test_a_rank_without_a_partition(spark: Any, mark: dict[str, str]) -> None:
     with pytest.raises(hvd.RankFailedError, match=r"DataError: this rank has no partition"):
         pyhvd.spark.run(own_rows, (1, True), num_proc=1, env=mark)
@@ -313,6 +319,7 @@ def test_a_failure_beside_rows(spark: Any, mark: dict[str, str]) -> None:
         pyhvd.spark.run(fail_beside_rows, num_proc=2, env=mark, df=bad)
 
 
+@pytest.mark.any_spark
 def test_the_example(mark: dict[str, str], tmp_path: Path) -> None:
     """The example starts its own Spark, and leaves no rank behind."""
     pytest.importorskip("sklearn", reason="scikit-learn, which brings the digits, is missing")

@@ -57,9 +57,18 @@ def test_the_same_error_each_time_ends_the_job(session: SessionProcess, mark: di
 
 
 def test_too_few_tasks(session: SessionProcess, mark: dict[str, str]) -> None:
-    answer = session.run(train, elastic=True, num_proc=4, start_timeout=4, env=mark)
+    """The elastic timeout holds after a loss, and not at the start."""
+    times = {"start_timeout": 4, "elastic_timeout": 1}
+    answer = session.run(train, elastic=True, num_proc=4, env=mark, **times)
     assert answer.error == "StartTimeoutError", answer
     assert "less than 4 tasks have started within 4 s" in answer.text, answer
+
+
+def test_too_few_tasks_after_a_loss(session: SessionProcess, mark: dict[str, str]) -> None:
+    """The lost task comes back later than that."""
+    answer = session.run(train, "late agent", elastic=True, num_proc=2, elastic_timeout=0.1, env=mark)
+    assert answer.error == "SparkError", answer
+    assert answer.text.startswith("too few hosts after 0.1 s (elastic_timeout): "), answer
 
 
 @pytest.mark.parametrize(
@@ -67,6 +76,7 @@ def test_too_few_tasks(session: SessionProcess, mark: dict[str, str]) -> None:
     [
         ({"num_proc": 2, "min_num_proc": 3}, "min_num_proc=3, num_proc=2, max_num_proc=2"),
         ({"num_proc": 2, "max_num_proc": 1}, "max_num_proc=1"),
+        ({"num_proc": 2, "min_np": 3}, "min_num_proc=3, num_proc=2, max_num_proc=2"),
         ({"num_proc": 2, "reset_limit": -1}, "reset_limit=-1"),
         ({"num_proc": 2, "elastic_timeout": 0}, "elastic_timeout=0"),
     ],

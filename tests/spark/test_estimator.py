@@ -127,6 +127,7 @@ def test_validation_by_fraction_and_by_column(rows: Any, make: Callable[..., Any
     assert model.history[0]["val_error"] == pytest.approx(mean_error(expected.predict(x[held]), y[held]))
 
 
+@pytest.mark.any_spark
 def test_a_run_goes_on_where_it_has_ended(rows: Any, make: Callable[..., Any]) -> None:
     first = make(epochs=2, run_id="long").fit(rows)
     second = make(epochs=5, run_id="long").fit(rows)
@@ -138,6 +139,7 @@ def test_a_run_goes_on_where_it_has_ended(rows: Any, make: Callable[..., Any]) -
     assert third.history == second.history
 
 
+@pytest.mark.any_spark
 def test_the_checkpoint_of_another_model_is_refused(rows: Any, make: Callable[..., Any]) -> None:
     make(run_id="once").fit(rows)
     other = Linear()
@@ -182,6 +184,7 @@ def fails(training: Training) -> Callable[[Any], Any]:
     raise AssertionError
 
 
+@pytest.mark.any_spark
 def test_a_failing_loop_names_its_rank_and_leaves_no_data(
     rows: Any, make: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -197,6 +200,7 @@ def skips_the_end(training: Training) -> Callable[[Any], Any]:
     return len
 
 
+@pytest.mark.any_spark
 def test_a_loop_that_ends_no_epoch(rows: Any, make: Callable[..., Any]) -> None:
     with pytest.raises(
         hvd.RankFailedError, match=r"call training\.end_epoch once per epoch; it did not in epoch 0"
@@ -206,6 +210,7 @@ def test_a_loop_that_ends_no_epoch(rows: Any, make: Callable[..., Any]) -> None:
         make(model=None, optimizer=None, train_fn=lambda training: None).fit(rows)
 
 
+@pytest.mark.any_spark
 def test_prepared_data_serve_many_fits(rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("train", "held")]
     for path, condition in zip(paths, ("not held", "held"), strict=True):

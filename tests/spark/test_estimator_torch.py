@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
 import pyhvd as hvd
 import pyhvd.spark
+from pyhvd.testing import run_ranks
 from tests.spark.test_estimator import ROWS, descend, make, points, rows
 
 if TYPE_CHECKING:
@@ -69,6 +72,62 @@ class Normalised(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 def absolute(outputs: Any, labels: Any) -> float:
     assert isinstance(outputs, np.ndarray)
     return float(abs(outputs[:, 0] - labels).mean())
+
+
+class Epochs:
+    """A training of one batch, without Spark, which goes on from its own checkpoint."""
+
+    seed, run = 0, "torch"
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def epochs(self) -> list[int]:
+        return [0, 1, 2]
+
+    def batches(self, epoch: int) -> list[Any]:
+        ones = np.ones((4, 2))
+        return [SimpleNamespace(features=ones, labels=ones[:, 0] * epoch, rows=4)]
+
+    def averages(self, sums: dict[str, float], rows: int) -> dict[str, float]:
+        return {name: value / rows for name, value in sums.items()}
+
+    def validate(self, _: Any) -> dict[str, float]:
+        return {}
+
+    def end_epoch(self, state: Any, _: Any) -> None:
+        self.state = cloudpickle.loads(cloudpickle.dumps(state))
+
+
+def test_a_checkpoint_keeps_the_dtypes_of_the_optimizers_state() -> None:
+    """The averages of float16 weights stay float32, so two fits give the bits of one."""
+    from pyhvd.spark.ml.torch_trainer import TorchTrainer
+
+    def fit(epochs: Any) -> Any:
+        module = linear().half()
+        torch.nn.init.constant_(module.weight, 1.0)
+        trainer = TorchTrainer(module, mean_square, partial(torch.optim.NAdam, lr=0.01), {})
+        trainer(epochs)
+        return epochs.state
+
+    def body() -> None:
+        epochs = Epochs()
+        fit(epochs)
+        before = epochs.state["optimizer"]["state"][0]["mu_product"]
+        assert before.dtype is torch.float32
+        epochs.epochs = lambda: [0]  # type: ignore[method-assign]
+        after = fit(epochs)["optimizer"]["state"][0]["mu_product"]
+        assert after.dtype is torch.float32
+        whole = Epochs()
+        whole.epochs = lambda: [0, 1, 2, 0]  # type: ignore[method-assign]
+        expected = fit(whole)
+        assert torch.equal(after, expected["optimizer"]["state"][0]["mu_product"])
+        assert torch.equal(epochs.state["module"]["weight"], expected["module"]["weight"])
+        plain = Epochs()  # a checkpoint of an earlier version
+        plain.state = {"module": epochs.state["module"], "optimizer": epochs.state["optimizer"]["state_dict"]}
+        fit(plain)
+
+    run_ranks(1, body)
 
 
 def test_buffers_metrics_and_a_saved_module(rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:

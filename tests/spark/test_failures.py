@@ -11,7 +11,7 @@ import pytest
 import pyhvd as hvd
 import pyhvd.spark
 from tests.spark.conftest import interrupted_when_running, marked, wait_for_ranks, wait_until_gone
-from tests.spark.failing import ONE_ERROR, abort, fail, one_error, only_rank_0, rank_number, wait
+from tests.spark.failing import ONE_ERROR, abort, fail, fork, one_error, only_rank_0, rank_number, wait
 from tests.spark.session import SessionProcess
 
 
@@ -38,6 +38,10 @@ def test_mpi_abort(spark: Any, mark: dict[str, str]) -> None:
 def test_a_rank_that_never_starts_pyhvd(spark: Any, mark: dict[str, str]) -> None:
     with pytest.raises(hvd.RankFailedError, match=r"every rank must call pyhvd\.init"):
         pyhvd.spark.run(only_rank_0, num_proc=2, env=mark)
+
+
+def test_a_forked_child_is_not_taken_for_its_rank(spark: Any, mark: dict[str, str]) -> None:
+    assert pyhvd.spark.run(fork, num_proc=2, env=mark) == [(1, 2.0)] * 2
 
 
 def test_a_python_that_is_not_there(spark: Any, mark: dict[str, str]) -> None:

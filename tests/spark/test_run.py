@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,17 @@ def test_all_slots_by_default(spark: Any, mark: dict[str, str]) -> None:
     assert len(pyhvd.spark.run(allreduce, (1.0,), env=mark)) == 4
 
 
+@pytest.mark.any_spark
 def test_hosts_with_different_numbers_of_ranks(spark: Any, mark: dict[str, str]) -> None:
-    results = pyhvd.spark.run(allreduce, (1.0,), num_proc=3, env=mark)
+    # Not pytest.warns, which raises the others: sockets of pyspark may be collected meanwhile.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = pyhvd.spark.run(
+            allreduce, (1.0,), num_proc=3, use_gloo=True, extra_mpi_args="-x A", env=mark
+        )
+    told = "\n".join(str(each.message) for each in caught if each.category is UserWarning)
+    assert "use_gloo=True has no effect" in told
+    assert "extra_mpi_args='-x A' has no effect" in told
     assert [total for *_, total in results] == [3.0] * 3
     assert sorted(size for _, _, size, _ in results) == [1, 2, 2]
 
@@ -48,6 +58,7 @@ def chat() -> int:
     return 1
 
 
+@pytest.mark.any_spark
 def test_output_has_its_rank_in_front(spark: Any, mark: dict[str, str]) -> None:
     out, err = io.StringIO(), io.StringIO()
     assert pyhvd.spark.run(chat, num_proc=2, env=mark, stdout=out, stderr=err) == [1, 1]
@@ -62,6 +73,7 @@ def flood() -> int:
     return 0
 
 
+@pytest.mark.any_spark
 def test_much_output_and_a_large_function_and_result(spark: Any, mark: dict[str, str]) -> None:
     out = io.StringIO()
     assert pyhvd.spark.run(flood, num_proc=2, env=mark, stdout=out, prefix_output_with_timestamp=True) == [
@@ -81,6 +93,7 @@ STANDS_STILL_S = 23.0
 """Longer than the tasks wait for a driver that says nothing."""
 
 
+@pytest.mark.any_spark
 def test_who_reads_the_output_may_stand_still(spark: Any, mark: dict[str, str]) -> None:
     receive, send = os.pipe()
     lines: list[str] = []
@@ -108,10 +121,58 @@ def where() -> str:
     return os.environ["MODE"]
 
 
+@pytest.mark.any_spark
 def test_environment_of_the_ranks(spark: Any, mark: dict[str, str]) -> None:
     assert pyhvd.spark.run(where, num_proc=2, env=mark | {"MODE": "train"}) == ["train", "train"]
 
 
+def check_variables_of_horovod() -> str:
+    import pyhvd as hvd
+
+    hvd.init()
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    for name in names:
+        assert os.environ[f"HOROVOD_{name.upper()}"] == str(getattr(hvd, name)())
+    return os.environ["HOROVOD_HOSTNAME"]
+
+
+@pytest.mark.any_spark
+def test_libraries_find_the_variables_of_horovod(spark: Any, mark: dict[str, str]) -> None:
+    assert pyhvd.spark.run(check_variables_of_horovod, num_proc=4, env=mark) == [os.uname().nodename] * 4
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["run", "run_elastic"])
+def test_the_function_uses_what_its_task_has(
+    spark: Any, mark: dict[str, str], tmp_path: Any, elastic: bool
+) -> None:
+    context = spark.sparkContext
+    (tmp_path / f"words{elastic}.txt").write_text("in a file")
+    context.addFile(str(tmp_path / f"words{elastic}.txt"))
+    table, given, counter = context.broadcast({"a": 1}), context.broadcast([2]), context.accumulator(0)
+
+    def use(more: Any) -> tuple[Any, ...]:
+        import pyspark
+
+        refused = []
+        for add in (counter.add, counter.__iadd__):
+            try:
+                add(1)
+            except RuntimeError as exc:
+                refused.append(str(exc))
+        with open(pyspark.SparkFiles.get(f"words{elastic}.txt")) as file:
+            return table.value, more.value, file.read(), refused
+
+    start = pyhvd.spark.run_elastic if elastic else pyhvd.spark.run
+    for results in (start(use, (given,), num_proc=2, env=mark), start(use, (given,), num_proc=2, env=mark)):
+        for *values, refused in results:
+            assert values == [{"a": 1}, [2], "in a file"]
+            assert len(refused) == 2
+            assert "a rank cannot add to an accumulator" in refused[0]
+    assert counter.value == 0
+    assert set(context._pickled_broadcast_vars) == set()
+
+
+@pytest.mark.any_spark
 def test_an_interface_can_be_named(spark: Any, mark: dict[str, str]) -> None:
     assert len(pyhvd.spark.run(allreduce, (1.0,), num_proc=4, nics={"lo"}, env=mark)) == 4
     with pytest.raises(

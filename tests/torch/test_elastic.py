@@ -172,6 +172,27 @@ def test_restore_brings_modules_and_optimizers_back() -> None:
     run_ranks(1, body)
 
 
+def test_restore_before_a_commit_brings_back_what_the_state_was_made_of() -> None:
+    def body() -> None:
+        training = Training()
+        model = copy.deepcopy(training.model.state_dict())
+        training.step(training.state)
+        training.state.restore()
+        assert all(torch.equal(each, model[name]) for name, each in training.model.state_dict().items())
+        assert not training.optimizer.state_dict()["state"]
+        assert training.found()[-3:] == (0, ["a"], {"epoch": 0, "processed_num": 0})
+        hvd.elastic.run(again)(training.state, training)
+
+    def again(state: Any, training: Training) -> None:
+        before = copy.deepcopy(training.found())
+        training.step(state)
+        assert training.found() != before
+        state.restore()
+        assert training.found() == before
+
+    run_ranks(2, body)
+
+
 def test_several_models_and_an_assignment() -> None:
     hosts = Hosts()
 
@@ -241,6 +262,90 @@ def test_the_sampler_feeds_a_data_loader() -> None:
         return [batch.tolist() for (batch,) in loader], len(loader)
 
     assert run_ranks(2, body) == [([[0, 2], [4, 6], [8]], 3), ([[1, 3], [5, 7], [9]], 3)]
+
+
+def averaged(steps: int, others: bool = False) -> Any:
+    """Train bfloat16 weights, whose averages and products are float32; return the bits of all."""
+    model = torch.nn.Linear(2, 2).bfloat16()
+    torch.nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+    state: Any = (ObjectState if others else TorchState)(model=model, optimizer=optimizer, step=0)
+
+    @hvd.elastic.run
+    def function(state: Any) -> Any:
+        for _ in range(steps):
+            for weight in model.parameters():
+                weight.grad = torch.full_like(weight, 1.0 + state.step % 3)
+            optimizer.step()
+            optimizer.state[model.weight].setdefault("master", torch.rand(2, 2, dtype=torch.float64))
+            state.step += 1
+            state.commit()
+        found = optimizer.state[model.weight]
+        return {name: (str(each.dtype), each.tolist()) for name, each in found.items()}, model.weight.tolist()
+
+    return function(state)
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["TorchState", "ObjectState"])
+def test_state_of_another_dtype_than_its_weight_goes_on(others: bool) -> None:
+    hosts, whole = Hosts(), Hosts()
+    hosts.run([0, 0], averaged, 3, others)
+    first, second = hosts.run([0, 1], averaged, 30, others)
+    assert first == second
+    dtypes = {name: dtype for name, (dtype, _) in first[0].items()}
+    assert dtypes["mu_product"] == "torch.float32"
+    assert dtypes["master"] == "torch.float64"
+    (expected, weights), _ = whole.run([0, 0], averaged, 33, others)
+    del first[0]["master"], expected["master"]  # which is random
+    assert first == (expected, weights)
+
+
+def test_synchronised_and_restored_tensors_stay_the_same_objects() -> None:
+    def body() -> None:
+        weight = torch.nn.Parameter(torch.ones(3).bfloat16())
+        optimizer = torch.optim.NAdam([weight], lr=torch.tensor(0.01), foreach=False)
+        weight.grad = torch.full_like(weight, 1.0 + hvd.rank())
+        optimizer.step()
+        before = dict(optimizer.state[weight]), optimizer.param_groups[0]["lr"]
+        state = TorchState(optimizer=optimizer)
+
+        def check() -> list[float]:
+            now, rate = optimizer.state[weight], optimizer.param_groups[0]["lr"]
+            assert rate is before[1]
+            assert all(now[name] is each for name, each in before[0].items())
+            return [*now["exp_avg"].tolist(), now["mu_product"].item(), rate.item()]
+
+        state.sync()
+        first, second = hvd.allgather_object(check())
+        assert first == second
+        state.save()
+        optimizer.step()
+        before[1].fill_(0.5)
+        assert check() != first
+        state.restore()
+        assert check() == first
+
+    run_ranks(2, body)
+
+
+def test_a_model_gets_the_dtype_that_was_saved() -> None:
+    """All ranks have rank 0's dtypes after sync(), and those of the commit after a restart."""
+    hosts = Hosts()
+
+    def body(half: bool) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        if half:
+            model.bfloat16()
+        weight, mean = model[0].weight, model[1].running_mean
+        hvd.elastic.run(lambda state: state.commit())(TorchState(model))
+        assert model[0].weight is weight
+        assert model[1].running_mean is mean
+        return str(weight.dtype), str(mean.dtype), weight.tolist()
+
+    first, *others = hosts.run([0, 0], lambda: body(hvd.rank() == 0))
+    assert first[:2] == ("torch.bfloat16",) * 2
+    assert hosts.run([0, 1], body, False) == [first] * 2
+    assert others == [first]
 
 
 @pytest.mark.parametrize(

@@ -296,38 +296,6 @@ def test_clipping_after_synchronize() -> None:
     run_ranks(SIZE, body)
 
 
-def test_clipping_while_gradients_are_reduced_is_an_error() -> None:
-    def body() -> None:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        train(model, optimizer, 1)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss_of(model, 1, hvd.rank()))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.raises(RuntimeError, match=r"'4.bias' was changed or.*synchronize\(\) before"):
-            optimizer.step()
-        train(model, optimizer, 1, first=2)  # it can go on
-
-    run_ranks(SIZE, body)
-
-
-@pytest.mark.parametrize("by", [None, 1.0])
-def test_a_gradient_that_is_replaced_while_it_is_reduced_is_an_error(by: float | None) -> None:
-    def body() -> None:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        train(model, optimizer, 1)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss_of(model, 1, hvd.rank()))
-        weight = model[2].weight
-        weight.grad = None if by is None else torch.full_like(weight, by)
-        with pytest.raises(RuntimeError, match=r"'2.weight' was changed or replaced"):
-            optimizer.step()
-        train(model, optimizer, 1, first=2)
-
-    run_ranks(SIZE, body)
-
-
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
 def test_gradients_that_autograd_has_recorded() -> None:
     expected = expect(sgd, steps=1)
@@ -360,25 +328,12 @@ def test_a_step_after_synchronize_warns_and_reduces_nothing_again() -> None:
     run_ranks(SIZE, body)
 
 
-def test_a_step_that_skips_open_reductions_is_an_error() -> None:
+def test_a_gradient_of_a_sum_is_reduced_once() -> None:
     def body() -> None:
         model = make_model()
-        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        train(model, optimizer, 1)
-        torch.autograd.backward(loss_of(model, 1, hvd.rank()))
-        with optimizer.skip_synchronize(), pytest.raises(RuntimeError, match="while gradients are reduced"):
-            optimizer.step()
-        optimizer.step()
-
-    run_ranks(SIZE, body)
-
-
-def test_too_many_passes_name_the_parameter() -> None:
-    def body() -> None:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), op=hvd.Sum)
         torch.autograd.backward(loss_of(model, 0, hvd.rank()))
-        with pytest.raises(AssertionError, match=r"'4.bias' was computed more than 1 times"):
+        with pytest.raises(AssertionError, match=r"'4.bias' is reduced already, and op=SUM"):
             torch.autograd.backward(loss_of(model, 1, hvd.rank()))
         optimizer.zero_grad()
         train(model, optimizer, 1)
@@ -775,7 +730,7 @@ def test_parameters_that_cannot_be_reduced_are_refused() -> None:
         lazy = torch.nn.LazyLinear(2)
         with pytest.raises(TypeError, match=r"parameter 'weight': .* pass one batch through the model first"):
             hvd.DistributedOptimizer(torch.optim.SGD(lazy.parameters()), lazy.named_parameters())
-        with pytest.raises(TypeError, match=r"broadcast_parameters, 'weight'.*one batch"):
+        with pytest.raises(TypeError, match=r"broadcast_parameters.*'weight'.*one batch"):
             hvd.broadcast_parameters({"weight": lazy.weight})
         plain = torch.nn.Linear(2, 2)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(plain.parameters()), plain.named_parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -131,3 +133,83 @@ def test_a_process_set() -> None:
         hvd.barrier()
 
     run_ranks(3, body, knobs={"dynamic_process_sets": True})
+
+
+# -- names ------------------------------------------------------------------------------------------------
+
+
+def _use(norm: Any) -> None:
+    """Check a layer of the members' batches, forward and backward."""
+    ranks = norm.process_set.ranks
+    batch = torch.full((2, norm.num_features), float(hvd.rank()), requires_grad=True)
+    norm.running_mean.zero_()
+    out = norm(batch)
+    torch.autograd.backward(out.sum())
+    torch.testing.assert_close(
+        norm.running_mean, torch.full((norm.num_features,), 0.1 * sum(ranks) / len(ranks))
+    )
+    assert batch.grad is not None
+    assert bool(batch.grad.isfinite().all())
+
+
+def use_layers_in_a_set() -> None:
+    """Use layers of all ranks but the last, and layers of all ranks, in turns."""
+    few = hvd.add_process_set(range(hvd.size() - 1))
+    if few.included():
+        for features in (1, 2):
+            _use(hvd.SyncBatchNorm(features, process_set=few))
+    _use(hvd.SyncBatchNorm(3))
+    again = hvd.SyncBatchNorm(3)
+    if few.included():
+        _use(hvd.SyncBatchNorm(4, process_set=few))
+    _use(again)
+    hvd.barrier()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_layer_in_a_set_and_then_one_for_all(size: int) -> None:
+    run_ranks(size, use_layers_in_a_set, knobs={"dynamic_process_sets": True})
+
+
+def use_used_layers(way: str) -> None:
+    """Let rank 0 keep its layers over shutdown(), or copy used ones; the others make new ones."""
+    hvd.init()
+    _use(hvd.SyncBatchNorm(5))
+    first, second = hvd.SyncBatchNorm(1), hvd.SyncBatchNorm(2)
+    _use(first)
+    _use(second)
+    if way == "init":
+        hvd.shutdown()
+        hvd.init()
+    if hvd.rank():
+        first, second = hvd.SyncBatchNorm(1), hvd.SyncBatchNorm(2)
+    elif way == "copy":
+        first, second = copy.deepcopy([first, second])
+    elif way == "pickle":
+        first, second = pickle.loads(pickle.dumps([first, second]))
+    for layer in (second, first, second):
+        _use(layer)
+    _use(hvd.SyncBatchNorm(3))
+    hvd.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # torch 2.4 does itself
+@pytest.mark.parametrize("way", ["init", "copy", "pickle"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_used_layers_among_new_ones(size: int, way: str) -> None:
+    run_ranks(size, use_used_layers, way, init=False)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_without_batches_joins_before_its_layers_have_names(size: int) -> None:
+    def body() -> None:
+        first, second = hvd.SyncBatchNorm(2), hvd.SyncBatchNorm(2)
+        if hvd.rank() != size - 1:
+            for layer in (first, second):
+                layer(torch.rand(2, 2))
+        hvd.join()
+        for layer in (second, first, second):
+            _use(layer)
+        hvd.barrier()
+
+    run_ranks(size, body)

@@ -279,6 +279,289 @@ def test_a_fake_tensor_and_a_transform_are_refused() -> None:
     _on(1, True, body)
 
 
+class Image(torch.Tensor):
+    """A class without functions of its own, whose results are of it too."""
+
+
+class Tagged(torch.Tensor):
+    """A class that keeps metadata, as medical images do; results get those of the first argument."""
+
+    affine: str
+    functions: int = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Tagged.functions += 1
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Tagged):
+            result.affine = args[0].affine
+        return result
+
+
+class Closed(torch.Tensor):
+    """A class that refuses all functions of torch."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+def make_derived(kind: str, values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a derived class, or a parameter of one."""
+    if kind == "Parameter":
+        return torch.nn.Parameter(values.as_subclass(Image), requires_grad=False)
+    if kind == "Buffer":
+        return torch.nn.Buffer(values.as_subclass(Image)) if hasattr(torch.nn, "Buffer") else values
+    made = torch.Tensor._make_subclass({"Image": Image, "Tagged": Tagged, "Closed": Closed}[kind], values)
+    if kind == "Tagged":
+        made.__dict__["affine"] = "rows"
+    return made
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a derived tensor's plain one, of the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(torch.Tensor)
+
+
+DERIVED = pytest.mark.parametrize("kind", ["Image", "Tagged", "Closed", "Parameter", "Buffer"])
+
+
+@DERIVED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+@LANES
+def test_tensors_of_derived_classes(fast: bool, dtype: torch.dtype, kind: str) -> None:
+    """Results are plain tensors; in place it is the tensor itself, with its class and its metadata."""
+
+    def body() -> None:
+        functions = Tagged.functions
+        for _ in range(3):
+            ones = torch.ones(2, 3).to(dtype)
+            given = make_derived(kind, ones.clone())
+            results = [
+                hvd.allreduce(given, op=hvd.Sum, name="sum"),
+                hvd.grouped_allreduce([given, ones], op=hvd.Sum, name="group")[0],
+                2 * hvd.broadcast(given, 0, name="broadcast"),
+                2 * hvd.allgather(given, name="gather")[:2],
+                2 * hvd.alltoall(given, name="cross"),
+                hvd.reducescatter(given, op=hvd.Sum, name="scatter").expand(2, 3),
+            ]
+            for each in results:
+                assert type(each) is torch.Tensor
+                assert each.dtype is dtype
+                assert torch.equal(each, (2 * ones)[: len(each)])
+            assert hvd.allreduce_(given, op=hvd.Sum, name="sum") is given
+            assert hvd.broadcast_(given, 0, name="in place") is given
+            assert hvd.grouped_allreduce_([given], op=hvd.Average, name="group in place")[0] is given
+            assert torch.equal(raw(given), 2 * ones)
+            slanted = make_derived(kind, torch.ones(4, 4).to(dtype)[::2, 1:])
+            hvd.allreduce_(slanted, op=hvd.Sum, name="slanted")
+            assert torch.equal(raw(slanted), 2 * ones)
+            if kind == "Tagged":
+                assert given.affine == "rows"
+        assert Tagged.functions == functions, "its class's functions are not called"
+
+    _on(2, fast, body)
+
+
+@pytest.mark.parametrize(
+    "verb", ["allreduce", "grouped", "allgather", "broadcast", "alltoall", "reducescatter"]
+)
+@pytest.mark.parametrize("kind", ["Image", "Parameter"])
+def test_gradients_of_derived_classes(kind: str, verb: str) -> None:
+    import pyhvd.torch as torch_hvd
+
+    verbs: dict[str, Callable[[Any], Any]] = {
+        "allreduce": lambda x: torch_hvd.allreduce(x, op=hvd.Sum, name="x", compression=hvd.Compression.fp16),
+        "grouped": lambda x: torch_hvd.grouped_allreduce([x, torch.ones(1)], op=hvd.Max, name="x")[0],
+        "allgather": lambda x: torch_hvd.allgather(x, name="x"),
+        "broadcast": lambda x: torch_hvd.broadcast(x, 0, name="x"),
+        "alltoall": lambda x: torch_hvd.alltoall(x, name="x"),
+        "reducescatter": lambda x: torch_hvd.reducescatter(x, op=hvd.Sum, name="x"),
+    }
+
+    def body() -> None:
+        def gradient(wrap: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+            leaf = torch.arange(4.0, requires_grad=True)
+            if kind == "Parameter":
+                leaf = torch.nn.Parameter(wrap(leaf.detach()))
+                given = leaf
+            else:
+                given = wrap(leaf)
+            result = verbs[verb](given)
+            assert type(result) is torch.Tensor
+            torch.autograd.backward((result * torch.arange(1.0, 1.0 + len(result))).sum())
+            assert leaf.grad is not None
+            values: list[float] = raw(leaf.grad).tolist()
+            return values
+
+        assert gradient(lambda x: x.as_subclass(Image)) == gradient(lambda x: x)
+
+    _on(2, True, body)
+
+
+def test_a_backward_pass_notices_a_change_through_a_derived_class() -> None:
+    def body() -> None:
+        for _ in range(3):
+            leaf = torch.ones(3, requires_grad=True)
+            saved = leaf.exp()
+            hvd.allreduce_(saved.detach().as_subclass(Image), op=hvd.Sum, name="x")
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.backward(saved.sum())
+            recorded = (leaf * 2).as_subclass(Image)
+            with pytest.raises(RuntimeError, match=r"tensor\.detach"):
+                hvd.allreduce_(recorded, name="recorded")
+
+    _on(2, True, body)
+
+
+def test_compression_of_derived_classes() -> None:
+    import pyhvd.torch as torch_hvd
+
+    def body() -> None:
+        for kind in ("Image", "Tagged"):
+            for compression in (torch_hvd.Compression.fp16, torch_hvd.Compression.bf16):
+                given = make_derived(kind, torch.tensor([1.0, 2.0]))
+                result = torch_hvd.allreduce(given, op=hvd.Sum, compression=compression)
+                assert (type(result), result.dtype) == (torch.Tensor, torch.float32)
+                assert result.tolist() == [2.0, 4.0]
+
+    _on(2, True, body)
+
+
+class Hollow(torch.Tensor):
+    """A tensor without memory, around another one."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def _resized() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+NESTED = [torch.ones(2), torch.ones(3)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@LANES
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in-place"])
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: Hollow(torch.ones(3)), "a Hollow has no plain memory: pass a torch.Tensor"),
+        (lambda: torch.nested.nested_tensor(NESTED), r"tensor\.unbind\(\) to a grouped operation"),
+        (lambda: torch.nested.nested_tensor(NESTED, layout=torch.jagged), r"tensor\.unbind\(\)"),
+        (lambda: torch._to_functional_tensor(torch.ones(3)), r"no memory of its own: pass tensor\.clone\(\)"),
+        (lambda: torch._efficientzerotensor((3,)), r"no memory of its own: pass tensor\.clone\(\)"),
+        (_resized, "no memory of its own"),
+    ],
+    ids=["wrapper", "nested", "jagged", "functional", "zeros", "freed"],
+)
+def test_what_has_no_memory_is_refused_with_a_remedy(
+    make: Callable[[], Any], remedy: str, in_place: bool, fast: bool
+) -> None:
+    import pyhvd.torch as torch_hvd
+
+    verb = torch_hvd.allreduce_ if in_place else torch_hvd.allreduce
+
+    def body() -> None:
+        for _ in range(3):
+            verb(torch.ones(3), name="x")
+        if hvd.rank() == 0:
+            with pytest.raises(TypeError, match=remedy):
+                verb(make(), name="x")
+        else:
+            with pytest.raises(hvd.RankFailedError, match=remedy):
+                verb(torch.ones(3), name="x")
+        hvd.barrier()
+
+    _on(2, fast, body)
+
+
+def _grad(function: Any, given: Any) -> None:
+    torch.func.grad(lambda x: function(x).sum())(given)
+
+
+def _grad_of_another(function: Any, given: Any) -> None:
+    other = torch.ones(3, requires_grad=True)
+    torch.func.grad(lambda x: (x * function(other)).sum())(given)
+
+
+def _dual(function: Any, given: Any) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        assert function(given).tolist() == [1.0] * 3, "without a tangent"
+        function(torch.autograd.forward_ad.make_dual(given, given))
+
+
+def _dual_and_recorded(function: Any, given: Any) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        function(torch.autograd.forward_ad.make_dual(given.requires_grad_(), torch.ones(3)))
+
+
+TRANSFORMS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "grad": (_grad, r"torch\.func.*torch\.autograd\.grad"),
+    "grad of another": (_grad_of_another, r"torch\.func.*torch\.autograd\.grad"),
+    "vmap": (lambda function, given: torch.vmap(function)(given.expand(2, 3)), r"torch\.func"),
+    "jvp": (lambda function, given: torch.func.jvp(function, (given,), (given,)), r"torch\.func"),
+    "jacrev": (lambda function, given: torch.func.jacrev(function)(given), r"torch\.func"),
+    "jacfwd": (lambda function, given: torch.func.jacfwd(function)(given), r"torch\.func"),
+    "dual": (_dual, r"lose its tangent.*unpack_dual"),
+    "dual and recorded": (_dual_and_recorded, r"lose its tangent.*unpack_dual"),
+    "jacobian": (
+        lambda function, given: torch.autograd.functional.jacobian(function, given, vectorize=True),
+        "pass vectorize=False",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, at its first jvp
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@LANES
+def test_transforms_are_refused_with_a_remedy(fast: bool, transform: str) -> None:
+    """One rank, as torch allows one level of dual tensors in all threads of a process."""
+    import pyhvd.torch as torch_hvd
+
+    apply, remedy = TRANSFORMS[transform]
+
+    def body() -> None:
+        for _ in range(3):
+            torch_hvd.allreduce(torch.ones(3), op=hvd.Sum, name="x")
+            torch_hvd.allreduce(torch.ones(3), op=hvd.Sum, name="x.grad")
+            torch_hvd.grouped_allreduce([torch.ones(3)], op=hvd.Sum, name="group")
+        for verb in (
+            lambda x: torch_hvd.allreduce(x, op=hvd.Sum, name="x"),
+            lambda x: torch_hvd.grouped_allreduce([x], op=hvd.Sum, name="group")[0],
+        ):
+            with pytest.raises(TypeError, match=remedy):
+                apply(verb, torch.ones(3))
+
+    _on(1, fast, body)
+
+
+def test_a_jacobian_that_is_not_vectorised() -> None:
+    import pyhvd.torch as torch_hvd
+
+    def body() -> None:
+        def function(given: Any) -> Any:
+            return torch_hvd.allreduce(given, op=hvd.Sum, name="x")
+
+        jacobian: Any = torch.autograd.functional.jacobian(function, torch.ones(3))
+        assert torch.equal(jacobian, 2 * torch.eye(3))
+
+    _on(2, True, body)
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.complex32], ids=str)

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import sys
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,13 @@ import pyhvd.torch as hvd
 from tests.mpi.harness import SharedJobs, on_ranks
 from tests.mpi.launch import ROOT
 from tests.mpi.test_docs_code import BLOCKS
-from tests.torch import test_optimizer as optimizers
+from tests.torch import (
+    test_joins as joins,
+    test_late_rounds as late_rounds,
+    test_loops as loops,
+    test_optimizer as optimizers,
+    test_sync_batch_norm as batch_norms,
+)
 from tests.torch.names import run as on_rank
 
 # Horovod's names without "test_", and of a verb without "horovod_<verb>_"; "-" is the verb alone.
@@ -146,6 +153,35 @@ def test_training_keeps_the_ranks_alike() -> None:
         assert all(torch.equal(row, rows[0]) for row in rows)
 
 
+@on_ranks(2, 3, 4, timeout=120)
+def test_loops_that_people_write() -> None:
+    hvd.init()
+    loops.compare(loops.scaled, hvd.size())
+    loops.compare(loops.changing(loops.scale_numpy), hvd.size())
+    for situation in ("plain", "sparse", "unfrozen"):
+        loops.train_over_epochs(situation)
+    with pytest.raises(hvd.MismatchError, match=r"rank 1: 2 steps, 4 calls of zero_grad\(\)"):
+        loops.leave_out_a_batch({})
+
+
+@on_ranks(2, 3, timeout=120)
+def test_rounds_that_a_rank_has_in_its_step() -> None:
+    hvd.init()
+    for kind in ("allreduce", "handle", "barrier"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            late_rounds.train_with_gaps(hvd.size(), kind, {})
+
+
+@on_ranks(3, 4, timeout=120, env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"})
+def test_joins_and_layers_in_a_set() -> None:
+    batch_norms.use_used_layers("init")
+    batch_norms.use_layers_in_a_set()
+    hvd.shutdown()
+    hvd.init()
+    joins.train_in_a_set(uneven=True)
+
+
 @on_ranks(2, timeout=120)
 def test_verbs_and_gradients() -> None:
     hvd.init()
@@ -158,6 +194,71 @@ def test_verbs_and_gradients() -> None:
         assert leaf.grad.tolist() == [2.0] * 3
         images = torch.ones(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
         assert hvd.allreduce_(images, name="images", op=hvd.Sum).sum() == 240
+
+
+class Image(torch.Tensor):
+    """A class of the program."""
+
+
+@on_ranks(3, 4, timeout=120)
+def test_tensors_of_a_derived_class() -> None:
+    hvd.init()
+    size, rank = hvd.size(), hvd.rank()
+    for _ in range(3):
+        rows = torch.full((1 + rank, 2), 1.0, dtype=torch.bfloat16).as_subclass(Image)
+        gathered = hvd.allgather(rows, name="rows")  # uneven
+        assert (type(gathered), gathered.dtype) == (torch.Tensor, torch.bfloat16)
+        assert gathered.shape == (size * (size + 1) // 2, 2)
+        leaf = torch.full((3,), rank + 1.0, requires_grad=True)
+        out = hvd.allreduce(leaf.as_subclass(Image), name="x", op=hvd.Sum, compression=hvd.Compression.bf16)
+        torch.autograd.backward(out.sum())
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [float(size)] * 3
+        saved = leaf.exp()
+        hvd.allreduce_(saved.detach().as_subclass(Image), name="saved", op=hvd.Sum)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.backward(saved.sum())
+    if rank == 1:
+        with pytest.raises(TypeError, match=r"torch\.func"):
+            torch.func.grad(lambda x: hvd.allreduce(x, name="x").sum())(torch.ones(3))
+    else:
+        with pytest.raises(hvd.RankFailedError, match=r"torch\.func"):
+            hvd.allreduce(torch.ones(3), name="x")
+    hvd.barrier()
+
+
+@on_ranks(3, 4, timeout=120)
+def test_optimizer_state_of_bfloat16_weights() -> None:
+    """All ranks of a process set have its root's state, bit by bit, whatever they had before."""
+    members = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[members])
+    rank = hvd.rank()
+    for group, root in ((hvd.global_process_set, 1), (members, 2)):
+        if not group.included():
+            continue
+        weights = [torch.nn.Parameter(torch.ones(3, 2).bfloat16()) for _ in range(2)]
+        optimizer: Any = torch.optim.NAdam(weights, lr=torch.tensor(0.01 * (1 + rank)), foreach=False)
+        optimizer = hvd.DistributedOptimizer(optimizer, process_set=group)
+        for weight in weights[: 1 + rank % 2]:  # ranks have state of one weight, or of both
+            optimizer.state[weight] = {
+                "step": torch.tensor(3.0),
+                "mu_product": torch.tensor(0.1 + rank),
+                "exp_avg": torch.rand(3, 2, dtype=torch.float64),
+                "exp_avg_sq": torch.rand(2, 3).t(),
+            }
+        kept = dict(optimizer.state[weights[0]]), optimizer.param_groups[0]["lr"]
+        hvd.broadcast_optimizer_state(optimizer, root, process_set=group)
+        found = [
+            {name: (str(each.dtype), each.tolist()) for name, each in optimizer.state.get(weight, {}).items()}
+            for weight in weights
+        ]
+        rate = optimizer.param_groups[0]["lr"]
+        first, *others = hvd.allgather_object((found, rate.item()), process_set=group)
+        assert all(each == first for each in others)
+        assert (found[0]["exp_avg"][0], bool(found[1])) == ("torch.float64", root == 1)
+        assert rate is kept[1]
+        assert all(optimizer.state[weights[0]][name] is each for name, each in kept[0].items())
+    hvd.barrier()
 
 
 @on_ranks(2, timeout=120)

@@ -13,9 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import pyhvd as hvd
 from pyhvd.arrays import TensorView, address, flat_bytes, view
 from pyhvd.dtypes import Code
 from pyhvd.errors import UnsupportedDtypeError
+from pyhvd.testing import run_ranks
 
 BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
 
@@ -61,6 +63,69 @@ def test_writing_in_place_reaches_the_callers_memory(kind: str) -> None:
     target.bytes[:] = 1
     target.copy_home()
     assert set(np.asarray(array).tobytes()) <= {1}
+
+
+class Units(np.ndarray):
+    """A class of a program."""
+
+
+def derived(kind: str, folder: Path) -> Any:
+    """Return an array of 2 x 3 ones of a class that derives from numpy's."""
+    ones: Any = np.ones((2, 3), np.float32)
+    if kind == "memmap":
+        mapped: Any = np.memmap(folder / "mapped", np.float32, "w+", shape=(2, 3))
+        mapped[:] = 1
+        return mapped
+    if kind == "slanted":
+        return np.asfortranarray(ones).view(Units)
+    return ones.view(np.matrix if kind == "matrix" else Units)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("kind", ["matrix", "memmap", "Units", "slanted"])
+def test_arrays_of_derived_classes(kind: str, tmp_path: Path) -> None:
+    """Results are plain arrays; in place it is the array itself."""
+
+    def body() -> None:
+        given = derived(kind, tmp_path)
+        for name in ("first", "again", "again"):
+            for compression in (hvd.Compression.none, hvd.Compression.fp16):
+                result = hvd.allreduce(given, op=hvd.Sum, name=name, compression=compression)
+                assert (type(result), result.dtype) == (np.ndarray, np.float32)
+                assert result.tolist() == [[1.0] * 3] * 2
+            assert type(hvd.allgather(given, name=f"{name}.rows")) is np.ndarray
+            assert hvd.allreduce_(given, op=hvd.Sum, name=name, prescale_factor=2.0) is given
+            assert np.asarray(given).tolist() == [[2.0] * 3] * 2
+            given[...] = 1
+
+    run_ranks(1, body)
+
+
+class Masked(np.ma.MaskedArray):
+    """A class of a program."""
+
+
+def test_masked_arrays_are_refused_by_every_verb() -> None:
+    masked: Any = np.ma.masked_array(np.ones((2, 3), np.float32), [[True, False, False]] * 2)
+
+    def body() -> None:
+        for array in (masked, masked.view(Masked), np.ma.masked_array(np.ones(3)), masked[0, 0]):
+            for call in (
+                partial(hvd.allreduce, array),
+                partial(hvd.allreduce, array, compression=hvd.Compression.fp16),
+                partial(hvd.allreduce_, array),
+                partial(hvd.grouped_allreduce, [np.ones(2), array]),
+                partial(hvd.allgather, array),
+                partial(hvd.broadcast, array, 0),
+                partial(hvd.alltoall, array),
+                partial(hvd.reducescatter, array),
+            ):
+                with pytest.raises(TypeError, match=r"lose its mask: pass array\.filled\(value\)"):
+                    call()
+        with pytest.raises(TypeError, match=r"mask would be lost: pass splits\.filled\(0\)"):
+            hvd.alltoall(np.ones(2), splits=np.ma.masked_array([2], [True]))
+
+    run_ranks(1, body)
 
 
 @pytest.mark.parametrize("kind", STRIDED)

@@ -38,7 +38,6 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "timeline": ("TIMELINE", "/tmp/job.json", "/tmp/job.json"),
     "timeline_mark_cycles": ("TIMELINE_MARK_CYCLES", "1", True),
     "check": ("CHECK", "Finite, results", "results,finite"),
-    "metrics_times": ("METRICS_TIMES", "1", True),
     "metrics_port": ("METRICS_PORT", "9400", 9400),
     "metrics_address": ("METRICS_ADDRESS", "0.0.0.0", "0.0.0.0"),
     "log_level": ("LOG_LEVEL", " DEBUG ", "debug"),
@@ -80,7 +79,8 @@ def test_every_knob_under_horovods_name(knob: str) -> None:
     config, notices = Config.from_env({f"HOROVOD_{suffix}": text})
     assert getattr(config, knob) == value
     assert notices[0] == f"read HOROVOD_{suffix}; pyhvd's own names are PYHVD_<same suffix>"
-    assert notices[1:] == ([] if knob != "autotune_log" else [LOG_ALONE])
+    alone = LOG_ALONE.replace("PYHVD_AUTOTUNE_LOG", "HOROVOD_AUTOTUNE_LOG")
+    assert notices[1:] == ([] if knob != "autotune_log" else [alone])
 
 
 def test_pyhvds_own_name_wins_without_a_notice() -> None:
@@ -271,3 +271,16 @@ def test_nothing_can_be_changed_or_misspelt() -> None:
         Config().cache_capacity = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         Config.from_env({}, cache_capcity=3)
+
+
+def test_errors_and_notices_name_the_variable_that_the_user_has_set() -> None:
+    times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "9", "PYHVD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    expected = "PYHVD_STALL_SHUTDOWN_TIME_SECONDS=3 is less than HOROVOD_STALL_CHECK_TIME_SECONDS=9"
+    with pytest.raises(ConfigError, match=expected):
+        Config.from_env(times)
+    expected = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=3 is less than PYHVD_STALL_CHECK_TIME_SECONDS=60"
+    with pytest.raises(ConfigError, match=expected):
+        Config.from_env({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"})
+    config, notices = Config.from_env({"HOROVOD_AUTOTUNE_LOG": "a", "PYHVD_CHECK": "1"})
+    assert notices[1:] == ["HOROVOD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1"]
+    assert config.users_words("PYHVD_AUTOTUNE_LOG, PYHVD_CHECK") == "HOROVOD_AUTOTUNE_LOG, PYHVD_CHECK"

@@ -12,7 +12,7 @@ from pyhvd.negotiation.messages import (
     ErrorInfo,
     ErrorKind,
     MergedList,
-    Part,
+    MergedPart,
     Request,
     RequestList,
     RequestType,
@@ -304,7 +304,7 @@ def test_late_ranks_get_a_refusals_error_in_one_response() -> None:
     refused = RequestList(PROTOCOL_VERSION, 0, requests=[(0, refusal(allreduce("a")))])
     coordinator.receive(MergedList.of(1, refused))
     late = RequestList(PROTOCOL_VERSION, 0, requests=[(0, allreduce("a"))])
-    coordinator.receive(MergedList(PROTOCOL_VERSION, [Part(pack_ranks(0b1101), 3, late)]))
+    coordinator.receive(MergedList(PROTOCOL_VERSION, [MergedPart(pack_ranks(0b1101), 3, late)]))
     answer = coordinator.respond()
     assert answer is not None
     assert [response.only for response in answer.responses] == [(0, 2, 3)]
@@ -314,5 +314,5 @@ def test_a_merged_message_counts_its_last_rank_as_late() -> None:
     coordinator = Coordinator(3, 8)
     message = RequestList(PROTOCOL_VERSION, 0, requests=[(0, allreduce("a"))])
     coordinator.receive(MergedList.of(0, message), 1.0)
-    coordinator.receive(MergedList(PROTOCOL_VERSION, [Part(pack_ranks(0b110), 2, message)]), 3.0)
+    coordinator.receive(MergedList(PROTOCOL_VERSION, [MergedPart(pack_ranks(0b110), 2, message)]), 3.0)
     assert coordinator.stragglers.totals() == [(0, 0.0), (0, 0.0), (1, 2.0)]

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pyhvd
-from pyhvd import config, elastic, errors, testing
+from pyhvd import config, elastic, errors, simulation, testing
 from pyhvd.config import SHARED, Config, suffix_of
+from pyhvd.job import spec
 from pyhvd.run import cli
-from pyhvd.run.clusters import kubernetes, lsf, slurm
-from pyhvd.testing import simulation
+from pyhvd.run.hosts.clusters import kubernetes, lsf, slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
@@ -44,11 +44,20 @@ def test_every_knob_has_its_row() -> None:
 
 def test_knobs_without_effect_are_listed() -> None:
     listed = re.findall(r"^- `PYHVD_(\w+)`$", CONFIGURATION, re.M)
-    assert listed == list(config._WITHOUT_EFFECT)
+    assert listed == list(config.WITHOUT_EFFECT)
+
+
+def test_what_launchers_read_is_the_options() -> None:
+    rows = _rows(CONFIGURATION, ".*timeout`.*")
+    expected = (spec.START_TIMEOUT, spec.ELASTIC_TIMEOUT, spec.SPARK_START_TIMEOUT)
+    assert [row[1:] for row in rows] == [[f"PYHVD_{each.suffix}", f"{each.default:g}"] for each in expected]
+    for row, each in zip(rows, expected, strict=True):
+        assert each.flag in row[0]
+        assert each.argument in row[0]
 
 
 def test_every_error_has_its_row() -> None:
-    """Left out are errors that end no collective: those of changed hosts, and of versions."""
+    """Left out are errors that end no collective, or that reach no program."""
     documented = {row[0]: row[1] for row in _rows(FROM_HOROVOD, r"`\w+Error`")}
     raised = {
         name: error
@@ -56,6 +65,7 @@ def test_every_error_has_its_row() -> None:
         if isinstance(error, type)
         and issubclass(error, Exception)
         and name not in {"HorovodInternalError", "HostsUpdatedInterrupt", "HorovodVersionMismatchError"}
+        and name != "WithdrawnError"
     }
     assert documented.keys() == raised.keys()
     for name, also in documented.items():
@@ -97,6 +107,13 @@ def test_every_flag_that_chooses_hosts_has_its_row() -> None:
         flags = "`, `".join(action.option_strings)
         takes = f'"{action.metavar}"' if action.metavar == "COMMAND" else action.metavar
         assert (flags if takes is None else f"{flags} {takes}") in rows
+
+
+def test_the_states_of_a_cached_call_are_those_of_the_code() -> None:
+    header = (ROOT / "pyhvd" / "native" / "src" / "fast_path" / "progress.h").read_text()
+    table = header[header.index(" *   from ") :].split("\n *\n")[0].replace(" *   ", "")
+    assert table.count("\n") > 9
+    assert f"```text\n{table}\n```" in (ROOT / "docs" / "internals.md").read_text()
 
 
 def test_agents_of_clusters_are_the_codes() -> None:

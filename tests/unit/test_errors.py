@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyhvd import errors
-from pyhvd.common.processes import Place
+from pyhvd.common.processes import ProcessPlace
 from pyhvd.common.text import MAX_TEXT, describe_exception, describe_traceback
 from pyhvd.engine.error_mapping import exception_of
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind
@@ -23,6 +23,7 @@ BASES: dict[str, tuple[type[BaseException], ...]] = {
     "CorruptionError": (errors.HorovodInternalError,),
     "RemoteError": (Exception,),
     "StallError": (errors.HorovodInternalError,),
+    "WithdrawnError": (errors.HorovodInternalError,),
     "TransportError": (errors.HorovodInternalError,),
     "InternalError": (errors.HorovodInternalError,),
     "ConfigError": (ValueError,),
@@ -73,11 +74,12 @@ def test_what_errors_carry() -> None:
         (ErrorKind.RANK_FAILED, errors.RankFailedError),
         (ErrorKind.SHUT_DOWN, errors.ShutDownError),
         (ErrorKind.STALL, errors.StallError),
+        (ErrorKind.WITHDRAWN, errors.WithdrawnError),
         (ErrorKind.HOST_LOST, errors.RankFailedError),
     ],
 )
 def test_errors_on_the_wire_become_exceptions(kind: ErrorKind, expected: type[Exception]) -> None:
-    places = [Place("alpha", 1), Place("beta", 2)]
+    places = [ProcessPlace("alpha", 1), ProcessPlace("beta", 2)]
     info = ErrorInfo(kind, "text", 2, {1: "a"}, {"x": [1]}, {1: "there"}, {1: "t.py:4 in f"}, "Traceback")
     exc = exception_of(info, "x", places)
     assert type(exc) is expected

@@ -37,6 +37,7 @@ OTHERS = (
     "RankFilter",
     "ReduceOp",
     "__version__",
+    "child_environment",
     "elastic",
     "empty",
     "empty_like",
@@ -92,7 +93,7 @@ SIGNATURES: dict[str, list[str]] = {
     "synchronize": ["handle"],
     "init": ["comm=None", "process_sets=None"],
     "shutdown": [],
-    "start_timeline": ["path", "mark_cycles=False"],
+    "start_timeline": ["file_path", "mark_cycles=False"],
     "stop_timeline": [],
     "add_process_set": ["process_set"],
     "remove_process_set": ["process_set"],
@@ -180,6 +181,25 @@ def test_importing_costs_nothing() -> None:
         "heavy = {'numpy', 'mpi4py', 'mpi4py.MPI', 'msgspec', 'cloudpickle', 'cupy'} & set(sys.modules);"
         "sys.exit(str(heavy) if heavy or threading.active_count() > 1 else 0)"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def _programs() -> dict[str, list[str]]:
+    """Return the modules that run as ``python -m``, by the package above them."""
+    found = dict[str, list[str]]()
+    for path in sorted(Path(hvd.__file__).parent.rglob("*.py")):
+        if '__name__ == "__main__"' in path.read_text() and path.stem != "__main__":
+            parts = path.relative_to(Path(hvd.__file__).parents[1]).with_suffix("").parts
+            found.setdefault(".".join(parts[:-1]), []).append(".".join(parts))
+    return found
+
+
+@pytest.mark.parametrize("package", _programs())
+def test_a_package_does_not_import_its_programs(package: str) -> None:
+    """Otherwise ``python -m`` warns, and has the module twice."""
+    programs = _programs()[package]
+    code = f"import sys, {package}; sys.exit(', '.join({{*{programs}}} & {{*sys.modules}}) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

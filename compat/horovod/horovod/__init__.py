@@ -1,9 +1,9 @@
-"""Horovod's names for pyhvd; the modules are those of ``pyhvd.tools.as_horovod``."""
+"""Horovod's names for pyhvd; the modules are those of ``pyhvd.aliases.as_horovod``."""
 
+import pyhvd.aliases.as_horovod as _pyhvd
 import pyhvd.run.horovod_name as _name
-import pyhvd.tools.as_horovod as _pyhvd
-from pyhvd.tools.as_horovod import *  # noqa: F403
-from pyhvd.tools.as_horovod import __pyhvd__ as __pyhvd__, __version__ as __version__
+from pyhvd.aliases.as_horovod import *  # noqa: F403
+from pyhvd.aliases.as_horovod import __pyhvd__ as __pyhvd__, __version__ as __version__
 
 if _name.explain_two_owners():
     raise ImportError(_name.explain_two_owners())

@@ -17,7 +17,7 @@ from pyhvd.arrays import Bytes, TensorView
 from pyhvd.backends.host import HostBackend, Window, rows_of, windows
 from pyhvd.devices.base import Device, DeviceView, DeviceViews, Memory, Packer, Span, Stream
 from pyhvd.devices.pack_plan import Words, lay_out
-from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
+from pyhvd.devices.staging_pipeline import Pipeline, StagedCopy, TransferPiece
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp, ReduceSpec
 
 _BYTE = BY_CODE[Code.UINT8]
@@ -82,12 +82,12 @@ class StagedBackend:
             self._host.allreduce([source], [target], [count], spec)
 
         self._pipeline.run(
-            Step(
+            TransferPiece(
                 reduce,
                 nbytes,
                 nbytes,
-                [Move(0, down + first, nbytes)] if froms else [],
-                [Move(0, up + first, nbytes)] if froms else [],
+                [StagedCopy(0, down + first, nbytes)] if froms else [],
+                [StagedCopy(0, up + first, nbytes)] if froms else [],
             )
             for first, nbytes in self._walk(total * info.itemsize, info.itemsize, self._host.piece_size)
         )
@@ -107,7 +107,7 @@ class StagedBackend:
         starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
         info, item = spec.info, spec.info.itemsize
 
-        def step(window: Window) -> Step:
+        def step(window: Window) -> TransferPiece:
             down, up = [], []
             at = 0
             for i, first, n in window if froms else ():
@@ -130,7 +130,7 @@ class StagedBackend:
                 )
 
             total = sum(lengths) * item
-            return Step(reduce, total * self.size, total, down, up)
+            return TransferPiece(reduce, total * self.size, total, down, up)
 
         largest = [max(part) for part in parts]
         self._pipeline.run(step(window) for window in windows(largest, self._share(item)))
@@ -143,7 +143,7 @@ class StagedBackend:
         """Concatenate the ranks' blocks."""
         starts = [list(itertools.accumulate(each, initial=0)) for each in counts]
 
-        def step(window: Window) -> Step:
+        def step(window: Window) -> TransferPiece:
             given = [
                 [max(min(n, counts[i][r] - first), 0) for r in range(self.size)] for i, first, n in window
             ]
@@ -162,7 +162,7 @@ class StagedBackend:
                 outputs = [view.array for view in _cut(everything, [sum(sizes) for sizes in given], _BYTE)]
                 self._host.allgather(own, outputs, given)
 
-            return Step(gather, at, filled, down, up)
+            return TransferPiece(gather, at, filled, down, up)
 
         largest = [max(each) for each in counts]
         self._pipeline.run(step(window) for window in windows(largest, self._share(1)))
@@ -175,12 +175,12 @@ class StagedBackend:
             self._host.broadcast(given if mine else received, root)
 
         self._pipeline.run(
-            Step(
+            TransferPiece(
                 send,
                 nbytes if mine else 0,
                 0 if mine else nbytes,
-                [Move(0, buffer.ptr + first, nbytes)] if mine else [],
-                [] if mine else [Move(0, buffer.ptr + first, nbytes)],
+                [StagedCopy(0, buffer.ptr + first, nbytes)] if mine else [],
+                [] if mine else [StagedCopy(0, buffer.ptr + first, nbytes)],
             )
             for first, nbytes in self._walk(buffer.nbytes, 1, self._host.pieces.staging_size)
         )
@@ -194,14 +194,14 @@ class StagedBackend:
         mine = np.array([max(*send_counts, *recv_counts)], np.int64)
         self._host.fabric.allgather(mine.view(np.uint8), longest.view(np.uint8))
 
-        def step(first: int) -> Step:
+        def step(first: int) -> TransferPiece:
             out, down = _blocks(send.ptr, send_counts, first, share)
             back, up = _blocks(recv.ptr, recv_counts, first, share)
 
             def exchange(given: Bytes, received: Bytes) -> None:
                 self._host.alltoall(given, out, received, back)
 
-            return Step(exchange, sum(out), sum(back), down, up)
+            return TransferPiece(exchange, sum(out), sum(back), down, up)
 
         self._pipeline.run(step(first) for first in range(0, int(longest.max()), share))
 
@@ -256,12 +256,12 @@ def _table(views: Sequence[DeviceView]) -> tuple[Words, Words]:
     )
 
 
-def _move(place: int, ptr: int, first: int, count: int, item: int = 1) -> Move:
+def _move(place: int, ptr: int, first: int, count: int, item: int = 1) -> StagedCopy:
     """Return the copy of elements between element ``place`` of a slot and element ``first`` of memory."""
-    return Move(place * item, ptr + first * item, count * item)
+    return StagedCopy(place * item, ptr + first * item, count * item)
 
 
-def _blocks(ptr: int, counts: Sequence[int], first: int, share: int) -> tuple[list[int], list[Move]]:
+def _blocks(ptr: int, counts: Sequence[int], first: int, share: int) -> tuple[list[int], list[StagedCopy]]:
     """Return the bytes of one piece of each rank's block, and their copies; contiguous in the slot."""
     sizes, moves = [], []
     at = start = 0

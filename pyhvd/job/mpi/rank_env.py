@@ -1,16 +1,25 @@
 """The variables of a rank: reading what its launcher set, removing a launcher's variables, setting defaults.
 
-Does not touch MPI.
+Decides which process is the rank: its children inherit its variables. Does not touch MPI.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import stat
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from pyhvd.job.generation_env import GENERATION
+from pyhvd.job.mpi.openmpi.settings import PARAMETERS
+
+GENERATION = "PYHVD_ELASTIC_GENERATION"
+"""The variable with the number of a rank's generation; ranks of jobs that are not elastic have none."""
+# Variables of the job that the executor itself belongs to.
+_OF_THE_EXECUTOR = ("HYDRA_", "OMPI_", "PRTE_")
+# Users set Open MPI's parameters by spark.executorEnv. orte_ and ess_ are Open MPI 4's for its own job.
+_OF_A_JOB = ("OMPI_MCA_orte_", "OMPI_MCA_ess_")
 
 OPENMPI = "Open MPI"
 MPICH = "MPICH"
@@ -29,11 +38,31 @@ _VARIABLES = (
     (OTHER, "PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
 
+_RANK_PROCESS = "_PYHVD_RANK_PROCESS"
+"""The variable by which ``init()`` tells children of a rank which process is the rank, and of which job."""
+
 OF_RANKS = (
+    _RANK_PROCESS,
     *("PMI_", "PMIX_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_APP_CTX"),
     *("OMPI_FIRST_RANKS", "OMPI_NUM_APP_CTX", "OMPI_FILE_LOCATION", "PRTE_LAUNCHED"),
 )
-"""How names of variables begin that an mpiexec sets for its ranks: with them, MPI_Init joins that job."""
+"""How names of variables begin that make a process a rank: with mpiexec's, MPI_Init joins that job."""
+
+OF_CLUSTERS = ("SLURM_", "PBS_", "LSB_", "FLUX_")
+"""How names of variables begin by which a cluster describes the job of this process."""
+
+HOROVOD_NUMBERS = tuple(
+    f"HOROVOD_{name}"
+    for name in ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+)
+"""The variables of a rank that scripts and libraries read; whichever way a rank is started, it has them."""
+
+OF_ONE_RANK = (
+    *OF_RANKS,
+    *HOROVOD_NUMBERS[1:],  # all ranks here have the same host
+    *("HOROVOD_ELASTIC", "PYHVD_ELASTIC_"),
+)
+"""How the names of variables begin that belong to one rank, or to one generation."""
 
 # Without these settings a waiting rank keeps its core, also when ranks share cores. The first variable of
 # MPICH works at THREAD_MULTIPLE, the others below. With Open MPI, 4 ranks on 2 cores took seconds instead of
@@ -102,6 +131,68 @@ def without(environ: Mapping[str, str], *prefixes: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
 
 
+def child_environment() -> dict[str, str]:
+    """Return this process's environment without the variables that make it a rank.
+
+    A child of a rank that gets it is no part of the job: it can be a rank of a job of its own, or call
+    ``init()`` alone, as the only rank.
+
+    Examples
+    --------
+    >>> import subprocess, sys
+    >>> import pyhvd as hvd
+    >>> program = "import pyhvd as hvd; hvd.init(); print(hvd.size())"
+    >>> subprocess.check_output([sys.executable, "-c", program], env=hvd.child_environment(), text=True)
+    '1\\n'
+    """
+    return without(os.environ, *OF_ONE_RANK)
+
+
+def claim_rank(environ: MutableMapping[str, str] = os.environ) -> str:
+    """Make this process the rank, for its children; return why it is none, or an empty text.
+
+    A program that a rank's first process starts may be the rank, if it is the first that calls ``init()``.
+    """
+    refusal = find_rank_process(environ)
+    if not refusal:
+        environ[_RANK_PROCESS] = f"{os.getpid()} {_name_of_rank(environ)}"
+    return refusal
+
+
+def find_rank_process(environ: Mapping[str, str] = os.environ) -> str:
+    """Return which process is the rank whose variables this process has inherited; empty if it is none."""
+    pid, _, name = environ.get(_RANK_PROCESS, "").partition(" ")
+    rank_env = read_rank_env(environ)
+    who = "a rank" if rank_env is None else f"rank {rank_env.rank}"
+    if pid and pid != str(os.getpid()) and name == _name_of_rank(environ):
+        return f"{who} (process {pid})"
+    descriptor = environ.get("PMI_FD", "")
+    return who if descriptor.isdecimal() and not _socket_number(descriptor) else ""
+
+
+def _name_of_rank(environ: Mapping[str, str]) -> str:
+    """Return what tells a rank from ranks of other jobs: a job that a rank starts inherits its variables."""
+    names = (
+        "PMI_RANK",
+        "PMI_ID",
+        "PMIX_NAMESPACE",
+        "PMIX_RANK",
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+    )
+    return ",".join([_socket_number(environ.get("PMI_FD", "")), *(environ.get(name, "") for name in names)])
+
+
+def _socket_number(descriptor: str) -> str:
+    """Return the number of the socket that is open as a descriptor; empty without one."""
+    try:
+        found = os.fstat(int(descriptor))
+    except (OSError, ValueError, OverflowError):
+        return ""
+    return str(found.st_ino) if stat.S_ISSOCK(found.st_mode) else ""
+
+
 def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | None:
     """Set OMP_NUM_THREADS, let SIGHUP end a rank, and make waiting ranks yield if there are too few cores.
 
@@ -133,6 +224,26 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
     return f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({counted}); set it yourself to change this"
 
 
+def horovod_variables(host: str, *numbers: int) -> dict[str, str]:
+    """Return the variables of :data:`HOROVOD_NUMBERS`, but for the last ones if numbers are left out."""
+    return dict(zip(HOROVOD_NUMBERS, [host, *map(str, numbers)], strict=False))
+
+
+def set_horovods(rank_env: RankEnv, environ: MutableMapping[str, str]) -> None:
+    """Set the variables of :data:`HOROVOD_NUMBERS` that a rank of mpiexec knows before MPI_Init.
+
+    Other launchers than Open MPI's and Hydra may not announce the numbers of the host. The number of the host
+    itself is known on one host only.
+    """
+    for name in HOROVOD_NUMBERS:
+        environ.pop(name, None)  # of a job that this one is part of
+    numbers = [rank_env.rank, rank_env.size]
+    here = rank_env.local_size == rank_env.size
+    if rank_env.launcher != OTHER or not here:
+        numbers += [rank_env.local_rank, rank_env.local_size, *((0, 1) if here else ())]
+    environ.update(horovod_variables(socket.gethostname(), *numbers))
+
+
 def let_hangup_end(environ: MutableMapping[str, str]) -> None:
     """Let SIGHUP end this rank: else UCX takes it, and stops the rank for a debugger."""
     environ.setdefault("UCX_DEBUG_SIGNO", "0")
@@ -152,3 +263,17 @@ def _count_cores() -> tuple[int, int]:
     except OSError:
         parents = mine
     return len(mine), max(len(mine), len(parents))
+
+
+def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which Python finds this task's modules, without another launcher's variables.
+
+    Its PYTHONPATH includes files that Spark has distributed. It lacks the directories of this Python itself,
+    as another Python may be started.
+    """
+    wanted = set(environ.get("PYTHONPATH", "").split(os.pathsep))
+    installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
+    paths = [path for path in sys.path if path and (path in wanted or not path.startswith(installed))]
+    parameters = {name: value for name, value in environ.items() if name.startswith(PARAMETERS)}
+    own = without(environ, *OF_RANKS, *OF_CLUSTERS, *_OF_THE_EXECUTOR) | without(parameters, *_OF_A_JOB)
+    return own | {"PYTHONPATH": os.pathsep.join(paths)}

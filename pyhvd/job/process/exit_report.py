@@ -27,7 +27,8 @@ _ORDER = {EXCEPTION: 1, EXIT: 1, SIGNAL: 1, INTERRUPT: 2, SECONDARY: 3, LOST: 4,
 TENTATIVE = "tentative"
 # No failure: pyhvd has started in the rank (code 1), or shut down (code 0).
 UP = "up"
-# No failure: the rank is about to call MPI_Init, where it waits for the other ranks.
+# No failure: the rank is about to call MPI_Init, where it waits for the other ranks (code 1); or that has
+# returned (code 0).
 ENTERING = "entering"
 
 # Errors of pyhvd.errors that a rank raises because another rank failed or left; named, to import nothing.

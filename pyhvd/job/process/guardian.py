@@ -7,14 +7,15 @@ The guardian and the owner hold the two ends of a lifetime line, a socket pair.
 2. When the process ends, the guardian tells the owner how.
 3. When the guardian is killed, the kernel kills the process.
 
-``python -m pyhvd.job.process.guardian LIFE CONTROL`` is the guardian of a rank; a Spark task starts it. The
-arguments are descriptors: the lifetime line, and the rank's control socket.
+``python -m pyhvd.job.process.guardian LIFE CONTROL MODULE`` guards a rank; a Spark task starts it.
+LIFE and CONTROL are descriptors: the lifetime line, and the rank's control socket. MODULE has ``run_rank``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from pyhvd.job.mpi.segments import remove, segments_of
+from pyhvd.job.process.segments import remove, segments_of
 
 _PR_SET_PDEATHSIG = 1
 # A process that is inside the kernel may stop later than it was told to.
@@ -60,13 +61,7 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 def guard(
     life_fd: int, body: Callable[[], int], grace: float = 0.0, clean: Callable[[], None] | None = None
 ) -> NoReturn:
-    """Do :func:`fork_guarded`, and run `body`, which returns the exit code, in the process."""
-    fork_guarded(life_fd, grace, clean)
-    sys.exit(body())
-
-
-def fork_guarded(life_fd: int, grace: float = 0.0, clean: Callable[[], None] | None = None) -> None:
-    """Fork a process in a group of its own, and guard it until it ends; return in the process alone.
+    """Fork a process that runs `body` in a group of its own, and guard it until it ends.
 
     The process keeps all descriptors but the lifetime line; the guardian closes them.
 
@@ -74,6 +69,8 @@ def fork_guarded(life_fd: int, grace: float = 0.0, clean: Callable[[], None] | N
     ----------
     life_fd : int
         The lifetime line: a socket.
+    body : callable
+        Runs in the process; returns its exit code.
     grace : float
         Seconds from SIGTERM to SIGKILL after the owner has died; 0 sends SIGKILL at once.
     clean : callable, optional
@@ -92,7 +89,7 @@ def fork_guarded(life_fd: int, grace: float = 0.0, clean: Callable[[], None] | N
         die_with_parent(signal.SIGKILL, guardian)
         for fd in (wake, waker, life_fd):
             os.close(fd)
-        return
+        sys.exit(body())
     with contextlib.suppress(OSError):  # the process does the same; either may be first
         os.setpgid(pid, pid)
     close_all_but(wake, waker, life_fd)
@@ -169,12 +166,12 @@ def _owner_lives(life_fd: int) -> bool:
         return False
 
 
-def _run_rank(control_fd: int) -> int:
-    from pyhvd.job.rank import run_rank  # in the rank alone: the guardian stays small
-
-    return run_rank(socket.socket(fileno=control_fd))
+def _run_rank(module: str, control_fd: int) -> int:
+    found = importlib.import_module(module)  # in the rank alone: the guardian stays small
+    code: int = found.run_rank(socket.socket(fileno=control_fd))
+    return code
 
 
 if __name__ == "__main__":
-    life, control = map(int, sys.argv[1:])
-    guard(life, lambda: _run_rank(control))
+    life, control = map(int, sys.argv[1:3])
+    guard(life, lambda: _run_rank(sys.argv[3], control))

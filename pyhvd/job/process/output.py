@@ -9,8 +9,6 @@ import select
 import time
 from typing import BinaryIO
 
-from pyhvd.job.mpi.rank_env import RankEnv
-
 STREAMS = {1: "stdout", 2: "stderr"}
 _CHUNK = 1 << 16
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
@@ -186,16 +184,16 @@ class Relay:
 
 
 def make_relays(
-    rank_env: RankEnv, directory: str | None, prefix: bool, timestamp: bool, shown: bool = True
+    rank: int, size: int, directory: str | None, prefix: bool, timestamp: bool, shown: bool = True
 ) -> list[Relay]:
     """Return a relay each for stdout and stderr; none if the rank may write to them itself."""
     if directory is None and not prefix and shown:
         return []
-    files = {} if directory is None else rank_files(directory, rank_env.rank, rank_env.size, set())
+    files = {} if directory is None else rank_files(directory, rank, size, set())
     return [
         Relay(
             target,
-            LinePrefixer(rank_env.rank if prefix else None, target, timestamp),
+            LinePrefixer(rank if prefix else None, target, timestamp),
             files.get(target),
             shown,
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyhvd.job.process.guardian import signal_group
-from pyhvd.job.process.signals import ENDING, PAUSING
+from pyhvd.job.process.signals import PAUSING
 
 _CHUNK = 1 << 16
 # After the process has ended, at most this many chunks are read: its children may go on writing.
@@ -140,21 +140,15 @@ class SupervisedProcess:
             self._selector.unregister(fd)
 
     def end(self) -> None:
-        """Make the guardian end the process and all that it started; do not wait.
-
-        A guardian that a zygote has not forked yet counts as ended at once: it is never forked.
-        """
+        """Make the guardian end the process and all that it started; do not wait."""
         with contextlib.suppress(OSError):
-            self._life.shutdown(socket.SHUT_WR if self._process.pid else socket.SHUT_RDWR)
+            self._life.shutdown(socket.SHUT_WR)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, unless it has not begun or is over.
 
-        Ctrl-Z stops its group: a process that no shell controls ignores SIGTSTP. A process that a zygote has
-        not forked yet is ended by signals that end.
+        Ctrl-Z stops its group: a process that no shell controls ignores SIGTSTP.
         """
-        if not self._process.pid and number in ENDING:
-            self.end()
         if self.pid and not self.ended and number in PAUSING:
             signal_group(self.pid, signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGCONT)
         elif self.pid and not self.ended:

@@ -23,7 +23,7 @@ ROUNDS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ClockReading:
     """One measurement, in ns: at this rank's time ``at`` its clock was ``offset`` ahead of rank 0's.
 
     The true offset differs from ``offset`` by at most ``uncertainty``.
@@ -34,7 +34,7 @@ class Reading:
     uncertainty: int
 
 
-def measure(fabric: Fabric, clock: Callable[[], int], rounds: int = ROUNDS) -> Reading:
+def measure(fabric: Fabric, clock: Callable[[], int], rounds: int = ROUNDS) -> ClockReading:
     """Measure this rank's clock (ns) against rank 0's. Collective over the fabric.
 
     Each of the ``rounds`` is one exchange. More rounds make a fast message in each direction more likely.
@@ -51,8 +51,8 @@ def measure(fabric: Fabric, clock: Callable[[], int], rounds: int = ROUNDS) -> R
             low = max(low, before - int(table[0, 1]))  # rank 0's clock at the exit of the previous round
         before, mine[1] = entered, left
     if fabric.rank == 0:
-        return Reading(left, 0, 0)
-    return Reading(left, (low + high) // 2, max(high - low + 1, 0) // 2)
+        return ClockReading(left, 0, 0)
+    return ClockReading(left, (low + high) // 2, max(high - low + 1, 0) // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class ClockMap:
     their rate for minutes. With one reading the offset is constant.
     """
 
-    start: Reading
-    end: Reading | None = None
+    start: ClockReading
+    end: ClockReading | None = None
 
     def to_root(self, at: float) -> float:
         """Return rank 0's time (ns) at this rank's time ``at`` (ns)."""

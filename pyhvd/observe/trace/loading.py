@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from pyhvd.common.text import describe_ranks
-from pyhvd.observe.trace.clocks import ClockMap, Reading
+from pyhvd.observe.trace.clocks import ClockMap, ClockReading
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_events
 from pyhvd.observe.trace.rows import DATA_PATH, MAIN, row_label
 
@@ -214,12 +214,12 @@ def _read(path: Path) -> RankTrace:
 
 def _read_metadata(path: Path, header: Header, events: list[Event], cut: bool) -> RankTrace:
     """Return a trace without turns and phases."""
-    readings: dict[str, Reading] = {}
+    readings: dict[str, ClockReading] = {}
     dropped, complete, epoch = 0, False, 0
     for event in events:
         args = event.get("args", {})
         if event["name"] == CLOCK:
-            readings[args["when"]] = Reading(args["at_ns"], args["offset_ns"], args["uncertainty_ns"])
+            readings[args["when"]] = ClockReading(args["at_ns"], args["offset_ns"], args["uncertainty_ns"])
         elif event["name"] == END:
             dropped, complete = args["dropped"], True
         elif "start_time_since_epoch_in_micros" in args:

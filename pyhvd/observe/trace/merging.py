@@ -40,7 +40,7 @@ def track_of(phase: str) -> int:
 
 
 @dataclass(slots=True)
-class Span:
+class TraceSpan:
     """One span of the merged trace; in whole ns, so that written spans nest as exactly as these do."""
 
     begin: int
@@ -51,11 +51,11 @@ class Span:
     lane: int = 0
 
 
-Drawn = dict[tuple[Turn, int], Span]
+Drawn = dict[tuple[Turn, int], TraceSpan]
 """The spans that an arrow may join: by turn and track (NEGOTIATE or RUN)."""
 
 
-def lay_out(spans: list[Span]) -> list[Span]:
+def lay_out(spans: list[TraceSpan]) -> list[TraceSpan]:
     """Give each span the first lane on which it nests with the earlier spans; return the spans by time."""
     spans.sort(key=lambda span: (span.begin, -span.end))
     open_ends: list[list[int]] = []
@@ -138,9 +138,9 @@ def _rank_events(trace: RankTrace, origin: float, drawn: Drawn) -> Iterator[Even
             yield event | {"dur": _us(span.end - span.begin), "cat": span.category, "args": span.args}
 
 
-def _spans(trace: RankTrace, origin: float, drawn: Drawn) -> list[list[Span]]:
+def _spans(trace: RankTrace, origin: float, drawn: Drawn) -> list[list[TraceSpan]]:
     """Return the spans of each track; note in ``drawn`` those that arrows join."""
-    tracks: list[list[Span]] = [[] for _ in TRACKS]
+    tracks: list[list[TraceSpan]] = [[] for _ in TRACKS]
     for turn in trace.turns:
         args: Event = {"tensor": turn.key[2], "turn": turn.turn, "bytes": turn.nbytes, "batch": turn.batch}
         if turn.error:
@@ -149,11 +149,11 @@ def _spans(trace: RankTrace, origin: float, drawn: Drawn) -> list[list[Span]]:
         ready, begun, ended = (_since(origin, time) for time in (turn.ready, turn.begun, turn.ended))
         if turn.submitted is not None:
             submitted = min(_since(origin, turn.submitted), ready)
-            drawn[turn, NEGOTIATE] = Span(submitted, ready, name, f"NEGOTIATE_{operation}", args)
+            drawn[turn, NEGOTIATE] = TraceSpan(submitted, ready, name, f"NEGOTIATE_{operation}", args)
             tracks[NEGOTIATE].append(drawn[turn, NEGOTIATE])
         if begun > ready:
-            tracks[QUEUE].append(Span(ready, begun, name, "QUEUE", args))
-        drawn[turn, RUN] = Span(begun, ended, name, operation, args)
+            tracks[QUEUE].append(TraceSpan(ready, begun, name, "QUEUE", args))
+        drawn[turn, RUN] = TraceSpan(begun, ended, name, operation, args)
         tracks[RUN].append(drawn[turn, RUN])
     for phase in trace.phases:
         about: Event = {"batch": phase.batch}
@@ -163,7 +163,7 @@ def _spans(trace: RankTrace, origin: float, drawn: Drawn) -> list[list[Span]]:
             about |= {"bytes": phase.nbytes, "last host": phase.last_host}
         name = f"rank {phase.rank}" if phase.rank >= 0 else phase.name
         begin, end = _since(origin, phase.begin), _since(origin, phase.end)
-        tracks[track_of(phase.name)].append(Span(begin, end, name, phase.name, about))
+        tracks[track_of(phase.name)].append(TraceSpan(begin, end, name, phase.name, about))
     return tracks
 
 

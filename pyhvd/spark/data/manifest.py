@@ -37,7 +37,7 @@ class Column(msgspec.Struct, frozen=True):
     shape: tuple[int, ...] = ()
 
 
-class Part(msgspec.Struct, frozen=True):
+class DataFile(msgspec.Struct, frozen=True):
     """One Parquet file of the dataset's folder, and the number of rows of each of its row groups."""
 
     name: str
@@ -56,14 +56,14 @@ class Dataset(msgspec.Struct, frozen=True):
     ----------
     columns : tuple of Column
         In the order of the DataFrame.
-    parts : tuple of Part
+    parts : tuple of DataFile
         The files, in the order of their rows.
     version : int
         The version of the format.
     """
 
     columns: tuple[Column, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[DataFile, ...]
     version: int = VERSION
 
     @property

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
-from pyhvd.spark.data.shard import Plan, Shard
+from pyhvd.spark.data.shard import BatchPlan, Shard
 from pyhvd.spark.errors import DataError, missing_columns
 from pyhvd.spark.task_body import TaskBody
 
@@ -142,14 +142,14 @@ def partition(
     ...         step(batch["pixels"], batch["label"])
     >>> pyhvd.spark.run(train, df=df, num_proc=4)                   # doctest: +SKIP
     """
-    plan = Plan(batch_size, shuffle, seed)
+    plan = BatchPlan(batch_size, shuffle, seed)
     descriptor = os.environ.get(_VARIABLE)
     if descriptor is None:
         raise DataError("this rank has no partition: start it by pyhvd.spark.run(fn, df=...)")
     return _share(SpilledPieces(int(descriptor), columns), equal_steps, plan)
 
 
-def _share(source: SpilledPieces, equal_steps: bool, plan: Plan) -> Shard:
+def _share(source: SpilledPieces, equal_steps: bool, plan: BatchPlan) -> Shard:
     from pyhvd.api import topology
 
     rank = topology.rank()

@@ -31,7 +31,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """How a shard makes batches of its rows; for the fields see the arguments of :func:`shard`."""
 
     batch_size: int
@@ -69,7 +69,7 @@ class Shard:
         rank: int,
         total_rows: int,
         rows: int,
-        plan: Plan,
+        plan: BatchPlan,
     ) -> None:
         self.columns = {column.name: column for column in columns}
         self.rows = rows
@@ -209,12 +209,12 @@ def shard(
     ...     for batch in data.epoch(epoch):
     ...         step(batch["pixels"], batch["label"])
     """
-    plan = Plan(batch_size, shuffle, seed, cache)
+    plan = BatchPlan(batch_size, shuffle, seed, cache)
     return _open(Folder(path, storage_options), *_rank_and_size(rank, size), columns, equal_steps, plan)
 
 
 def _open(
-    folder: Folder, rank: int, size: int, columns: Sequence[str] | None, equal_steps: bool, plan: Plan
+    folder: Folder, rank: int, size: int, columns: Sequence[str] | None, equal_steps: bool, plan: BatchPlan
 ) -> Shard:
     dataset = manifest.load(folder)
     chosen = dataset.choose(columns)

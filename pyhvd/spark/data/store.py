@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from pyhvd.spark.data import manifest
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.errors import DataError
 
+_CHECKPOINTS, _LOGS = "checkpoint", "logs"
+_ABSENT = {"get_local_output_dir_fn", "sync_fn", "to_remote"}
+_IN_RANKS = "a store can be pickled, so ranks use it themselves: write() stores a file"
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.=-]*")
 
 
@@ -29,21 +32,35 @@ class Store:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+        self,
+        prefix_path: str | os.PathLike[str],
+        *places: object,
+        storage_options: Mapping[str, Any] | None = None,
+        **others: object,
     ) -> None:
-        self._folder = Folder(path, storage_options)
+        if places or others:  # Horovod's
+            given = ", ".join([*map(repr, places), *(f"{name}={value!r}" for name, value in others.items())])
+            raise TypeError(
+                f"Store({str(prefix_path)!r}, {given}): expected no option but storage_options. A store has"
+                " all its folders below prefix_path: make another store for other folders"
+            )
+        self._folder = Folder(prefix_path, storage_options)
         self.path = self._folder.path
         self.storage_options = dict(storage_options or {})
 
     @classmethod
     def create(
-        cls, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+        cls,
+        prefix_path: str | os.PathLike[str],
+        *places: object,
+        storage_options: Mapping[str, Any] | None = None,
+        **others: object,
     ) -> Store:
         """Return the store of a folder, without reading or writing.
 
         Parameters
         ----------
-        path : str or path
+        prefix_path : str or path
             A local path, or any URL that fsspec knows: ``hdfs://name:8020/x``, ``s3://bucket/x``,
             ``dbfs:/x``, ... Driver and executors must share it.
         storage_options : mapping, optional
@@ -53,6 +70,8 @@ class Store:
         ------
         DataError
             The path is empty.
+        TypeError
+            Another option of Horovod's was given, such as ``train_path``: a store has one folder.
 
         Examples
         --------
@@ -61,10 +80,31 @@ class Store:
         >>> store.get_checkpoint_path("first")
         '/tmp/digits/runs/first/checkpoint'
         """
-        return cls(path, storage_options)
+        return cls(prefix_path, *places, storage_options=storage_options, **others)
 
     def __repr__(self) -> str:
         return f"Store.create({self.path!r})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        remedy = f": {_IN_RANKS}" if name in _ABSENT else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{remedy}")
+
+    @property
+    def prefix_path(self) -> str:
+        """The folder, as ``path`` has it."""
+        return self.path
+
+    def saving_runs(self) -> bool:
+        """Return whether runs are saved: always."""
+        return True
+
+    def get_checkpoint_filename(self) -> str:
+        """Return the name of a run's folder of checkpoints."""
+        return _CHECKPOINTS
+
+    def get_logs_subdir(self) -> str:
+        """Return the name of a run's folder of logs."""
+        return _LOGS
 
     def get_train_data_path(self, idx: int | None = None) -> str:
         """Return the folder of the training data; `idx` numbers several."""
@@ -98,11 +138,11 @@ class Store:
 
     def get_checkpoint_path(self, run_id: str) -> str:
         """Return the folder of a run's checkpoints."""
-        return f"{self.get_run_path(run_id)}/checkpoint"
+        return f"{self.get_run_path(run_id)}/{_CHECKPOINTS}"
 
     def get_logs_path(self, run_id: str) -> str:
         """Return the folder of a run's logs."""
-        return f"{self.get_run_path(run_id)}/logs"
+        return f"{self.get_run_path(run_id)}/{_LOGS}"
 
     def get_checkpoints(self, run_id: str, suffix: str = "") -> list[str]:
         """Return the sorted paths of a run's checkpoints whose names end with `suffix`."""

@@ -14,7 +14,7 @@ import msgspec
 
 from pyhvd.spark.data.columns import describe, difference, to_batch
 from pyhvd.spark.data.folder import Folder
-from pyhvd.spark.data.manifest import Column, Part
+from pyhvd.spark.data.manifest import Column, DataFile
 from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.errors import DataError
 
@@ -28,7 +28,7 @@ class Written(msgspec.Struct, frozen=True):
     """The result of a task: the file, None without rows, and its columns; or why there can be no file."""
 
     partition: int
-    part: Part | None = None
+    part: DataFile | None = None
     columns: tuple[Column, ...] = ()
     fault: str = ""
 
@@ -60,7 +60,7 @@ class PartWriter:
         except BaseException:
             self.folder.remove(name)
             raise
-        return Written(partition, Part(name, tuple(counts)), columns)
+        return Written(partition, DataFile(name, tuple(counts)), columns)
 
     def _write_groups(
         self, name: str, first: Any, rest: Iterable[Any]

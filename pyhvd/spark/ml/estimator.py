@@ -22,10 +22,10 @@ from pyhvd.spark.data.store import Store
 from pyhvd.spark.errors import DataError
 from pyhvd.spark.ml.fitting import Fitted, TrainFn, fit_on_rank
 from pyhvd.spark.ml.model import Model
-from pyhvd.spark.ml.model_metadata import Description
+from pyhvd.spark.ml.model_metadata import ModelDescription
 from pyhvd.spark.ml.runs import Run
 from pyhvd.spark.ml.settings import check, check_metrics, trainer_of
-from pyhvd.spark.ml.training import Metric, Plan
+from pyhvd.spark.ml.training import FitPlan, Metric
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -242,7 +242,7 @@ class Estimator(SparkEstimator):
         features = dataset.choose(values["feature_cols"])
         dataset.choose(values["label_cols"])
         names = ("feature_cols", "label_cols", "batch_size", "epochs", "shuffle", "seed", "cache")
-        plan = Plan(
+        plan = FitPlan(
             current,
             train,
             validation,
@@ -258,7 +258,7 @@ class Estimator(SparkEstimator):
         )
         (fitted,) = (each for each in results if each is not None)
         labels = values["label_cols"]
-        description = Description(
+        description = ModelDescription(
             features,
             fitted.outputs,
             output_names(labels, len(fitted.outputs)),

@@ -11,7 +11,7 @@ import cloudpickle
 import pyhvd as hvd
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.ml.prediction import describe_outputs
-from pyhvd.spark.ml.training import Plan, Training
+from pyhvd.spark.ml.training import FitPlan, Training
 
 TrainFn = Callable[[Training], Callable[[Any], Any]]
 
@@ -25,7 +25,7 @@ class Fitted:
     history: list[dict[str, float]]
 
 
-def fit_on_rank(plan: Plan, train_fn: TrainFn) -> Fitted | None:
+def fit_on_rank(plan: FitPlan, train_fn: TrainFn) -> Fitted | None:
     """Train; return the result on rank 0, None on other ranks."""
     hvd.init()
     training = Training(plan)

@@ -19,7 +19,7 @@ from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.data.schema import expression, named
 from pyhvd.spark.errors import DataError, missing_columns
-from pyhvd.spark.ml.model_metadata import Description
+from pyhvd.spark.ml.model_metadata import ModelDescription
 from pyhvd.spark.ml.prediction import Predictor, spark_type
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Model(SparkModel):
         Params._dummy(), "batch_size", "number of rows of one call of the model", TypeConverters.toInt
     )
 
-    def __init__(self, description: Description, predict: bytes) -> None:
+    def __init__(self, description: ModelDescription, predict: bytes) -> None:
         super().__init__()
         self._description = description
         self._predict = predict
@@ -117,7 +117,7 @@ class Model(SparkModel):
         """
         folder = Folder(path, storage_options)
         try:
-            description = Description.decode(folder.read(_DESCRIPTION))
+            description = ModelDescription.decode(folder.read(_DESCRIPTION))
             predict = folder.read(_PREDICT)
         except FileNotFoundError:
             raise DataError(f"{folder.path} holds no model: Model.save writes one") from None

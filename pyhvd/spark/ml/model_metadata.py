@@ -10,7 +10,7 @@ import msgspec
 from pyhvd.spark.data.manifest import Column
 
 
-class Description(msgspec.Struct, frozen=True):
+class ModelDescription(msgspec.Struct, frozen=True):
     """The metadata of a saved model; its features are the columns that it was trained on."""
 
     features: tuple[Column, ...]
@@ -31,7 +31,7 @@ class Description(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
 
     @classmethod
-    def decode(cls, data: bytes) -> Description:
+    def decode(cls, data: bytes) -> ModelDescription:
         """Return the metadata that :meth:`encode` wrote, in this form or an older one.
 
         In older forms, a measure that was nan or inf is null, and the whole history may be null.

@@ -15,6 +15,7 @@ import torch
 import pyhvd.torch as hvd
 from pyhvd.spark.errors import DataError
 from pyhvd.spark.ml.training import Batch, Metric, Training, apply_metrics, means_over
+from pyhvd.torch import optimizer_state
 
 _DTYPES = (torch.float16, torch.float32, torch.float64)
 
@@ -50,7 +51,7 @@ class TorchTrainer:
             hvd.broadcast_buffers(self._module)  # e.g. the running means of a batch normalisation
             self._module.eval()
             measures |= training.validate(self._measure)
-            state = {"module": self._module.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {"module": self._module.state_dict(), "optimizer": optimizer_state.take(optimizer)}
             training.end_epoch(state, measures)
         optimizer.remove()
         return TorchPredictor(self._module)
@@ -63,7 +64,7 @@ class TorchTrainer:
             raise DataError(f"the checkpoint of {training.run} is of no torch module: choose another run_id")
         try:
             self._module.load_state_dict(state["module"])
-            optimizer.load_state_dict(state["optimizer"])
+            optimizer_state.put(optimizer, state["optimizer"])
         except (RuntimeError, ValueError) as exc:
             raise DataError(
                 f"the checkpoint of {training.run} is of another module or optimizer ({exc}): choose another"

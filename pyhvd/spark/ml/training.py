@@ -24,7 +24,7 @@ Metric = Callable[[Any, Any], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FitPlan:
     """A fit, as every rank gets it: the prepared datasets, and the Estimator's arguments of the same names.
 
     ``validation_path`` is None without validation. ``epochs`` includes those of earlier fits of this run.
@@ -75,7 +75,7 @@ class Training:
         The measures of each finished epoch, including those of earlier fits of this run.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: FitPlan) -> None:
         self._plan = plan
         self._train = self._open(plan.train_path, plan.shuffle, True)
         self._validation = (

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyhvd.common.text import describe_ranks
+from pyhvd.common.units import size, span
 from pyhvd.config import Config, known_variables
 from pyhvd.errors import ConfigError
-from pyhvd.tools.doctor.facts import Facts
+from pyhvd.tools.doctor.facts import DoctorFacts
 from pyhvd.tools.doctor.trial_facts import LinkFacts, Trial, TrialFacts
-from pyhvd.tools.units import size, span
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -92,7 +92,7 @@ def between(found: TrialFacts, link: LinkFacts) -> str:
 # -- one host ---------------------------------------------------------------------------
 
 
-def _check_extensions(facts: Facts) -> Findings:
+def _check_extensions(facts: DoctorFacts) -> Findings:
     for name, error in facts.extensions.items():
         if error:
             yield problem(
@@ -102,7 +102,7 @@ def _check_extensions(facts: Facts) -> Findings:
             )
 
 
-def _check_gil(facts: Facts) -> Findings:
+def _check_gil(facts: DoctorFacts) -> Findings:
     if facts.gil and facts.free_threaded:
         yield note(
             "Python",
@@ -111,7 +111,7 @@ def _check_gil(facts: Facts) -> Findings:
         )
 
 
-def _check_mpi(facts: Facts) -> Findings:
+def _check_mpi(facts: DoctorFacts) -> Findings:
     mpi = facts.mpi
     if mpi.error:
         yield problem("MPI", f"{mpi.error}. Tried in a process of its own, without mpiexec")
@@ -129,12 +129,12 @@ def _check_mpi(facts: Facts) -> Findings:
         )
 
 
-def _check_mpiexec(facts: Facts) -> Findings:
+def _check_mpiexec(facts: DoctorFacts) -> Findings:
     if facts.mpiexec_error and not facts.mpi.error:
         yield problem("mpiexec", facts.mpiexec_error)
 
 
-def _check_shared_memory(facts: Facts, ranks: int) -> Findings:
+def _check_shared_memory(facts: DoctorFacts, ranks: int) -> Findings:
     shared, needed = facts.shared, facts.shared_per_rank * ranks
     if shared.total is None or shared.free is None:
         yield note(
@@ -159,7 +159,7 @@ def _check_shared_memory(facts: Facts, ranks: int) -> Findings:
         )
 
 
-def _check_cores(facts: Facts, ranks: int) -> Findings:
+def _check_cores(facts: DoctorFacts, ranks: int) -> Findings:
     cores = facts.cores
     if cores.usable < cores.host and cores.usable < ranks:
         yield note(
@@ -182,7 +182,7 @@ def _check_cores(facts: Facts, ranks: int) -> Findings:
         )
 
 
-def _check_memory(facts: Facts) -> Findings:
+def _check_memory(facts: DoctorFacts) -> Findings:
     memory = facts.memory
     if memory.available is not None and memory.available < LITTLE_MEMORY:
         yield note(
@@ -193,7 +193,7 @@ def _check_memory(facts: Facts) -> Findings:
         yield note("memory", f"the cgroup allows {limit}: raise the container's memory limit")
 
 
-def _check_gpus(facts: Facts, ranks: int) -> Findings:
+def _check_gpus(facts: DoctorFacts, ranks: int) -> Findings:
     there, cuda = len(facts.gpus), facts.cuda
     devices = len(cuda.devices)
     if there and (error := cuda.errors.get("CuPy")):
@@ -226,7 +226,7 @@ def _check_gpus(facts: Facts, ranks: int) -> Findings:
         )
 
 
-def _check_variables(facts: Facts) -> Findings:
+def _check_variables(facts: DoctorFacts) -> Findings:
     known = known_variables()
     suffixes = sorted({name.partition("_")[2] for name in known})
     for name in facts.variables:
@@ -249,12 +249,12 @@ def _check_variables(facts: Facts) -> Findings:
             yield note("environment", notice)
 
 
-def _check_horovod(facts: Facts) -> Findings:
+def _check_horovod(facts: DoctorFacts) -> Findings:
     if facts.horovod.remedy:
         yield problem("horovod", facts.horovod.remedy)
 
 
-def _check_limits(facts: Facts) -> Findings:
+def _check_limits(facts: DoctorFacts) -> Findings:
     limits = facts.limits
     if limits.open_files is not None and limits.open_files < FEW_FILES:
         yield note(
@@ -286,7 +286,7 @@ def _check_end(trial: Trial) -> Findings:
     yield problem("trial", f"{trial.error}{ended}")
 
 
-def _check_binding(facts: Facts, found: TrialFacts) -> Findings:
+def _check_binding(facts: DoctorFacts, found: TrialFacts) -> Findings:
     here = [each for each in found.ranks if each.host == facts.host]
     cores = {core for each in here for core in each.cores}
     if len(cores) < min(len(here), facts.cores.host):
@@ -386,12 +386,12 @@ def _check_warnings(found: TrialFacts) -> Findings:
         yield note("pyhvd", text)
 
 
-def examine(facts: Facts, ranks: int, trial: Trial | None = None) -> list[Finding]:
+def examine(facts: DoctorFacts, ranks: int, trial: Trial | None = None) -> list[Finding]:
     """Return all findings of one host, problems first.
 
     Parameters
     ----------
-    facts : Facts
+    facts : DoctorFacts
         Facts of the host.
     ranks : int
         Ranks that the host is to run.
@@ -401,7 +401,7 @@ def examine(facts: Facts, ranks: int, trial: Trial | None = None) -> list[Findin
     return sorted(_check(facts, ranks, trial), key=lambda finding: finding.level != Level.PROBLEM)
 
 
-def _check(facts: Facts, ranks: int, trial: Trial | None) -> Findings:
+def _check(facts: DoctorFacts, ranks: int, trial: Trial | None) -> Findings:
     yield from _check_extensions(facts)
     yield from _check_gil(facts)
     yield from _check_mpi(facts)

@@ -19,7 +19,7 @@ from pyhvd.common.text import describe_exception
 from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.doctor.advice import examine
-from pyhvd.tools.doctor.facts import Facts, gather
+from pyhvd.tools.doctor.facts import DoctorFacts, gather
 from pyhvd.tools.doctor.screen import Report, show
 from pyhvd.tools.doctor.trial import run_job, try_out
 from pyhvd.tools.doctor.trial_facts import Trial
@@ -120,7 +120,7 @@ def _from_outside(options: argparse.Namespace) -> Report:
     return Report([facts], {facts.host: examine(facts, options.num_proc, trial)}, trial)
 
 
-def _on_hosts(options: argparse.Namespace, facts: Facts) -> Report:
+def _on_hosts(options: argparse.Namespace, facts: DoctorFacts) -> Report:
     """Run the doctor as the ranks of a job on hosts; return its report, or why there is none."""
     flags = [
         word
@@ -172,7 +172,7 @@ def _as_rank(place: RankEnv, timeout: float) -> Report | None:
         gathered = MPI.COMM_WORLD.gather((socket.gethostname(), facts, error, stage))
     if gathered is None:
         return None
-    hosts: list[Facts] = [facts for _, facts, _, _ in gathered if facts is not None]
+    hosts: list[DoctorFacts] = [facts for _, facts, _, _ in gathered if facts is not None]
     errors = [error for _, _, error, _ in gathered if error]
     if errors:
         stages = {rank: stage for rank, (_, _, _, stage) in enumerate(gathered)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -22,13 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyhvd
-from pyhvd import __version__
+from pyhvd._version import __version__
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_mpiexec, judge_library
-from pyhvd.run.check_build import MpiFacts, probe_mpi
-from pyhvd.run.control_socket import JOB_DIR
+from pyhvd.job.mpi.rank_env import HOROVOD_NUMBERS
+from pyhvd.run.check_build import MpiFacts, probe_mpi, version_of
+from pyhvd.run.cuda_facts import CudaFacts, probe_cuda
+from pyhvd.run.entry.control_socket import JOB_DIR
 from pyhvd.run.horovod_name import HorovodName, find_horovod
-from pyhvd.tools.doctor.gpus import CudaFacts, probe_cuda
 
 EXTENSIONS = ("_fusion", "native.shared_memory")
 OPTIONAL = {
@@ -58,7 +58,7 @@ _GPU_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class HostMemory:
     """Memory in bytes; None if unknown or without a limit."""
 
     total: int | None = None
@@ -99,7 +99,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class DoctorFacts:
     """All facts of a host that need no ranks."""
 
     host: str = "host"
@@ -120,7 +120,7 @@ class Facts:
     shared_per_rank: int = 0
     shared_across: int = 0  # of a process set of many hosts
     cores: Cores = field(default_factory=Cores)
-    memory: Memory = field(default_factory=Memory)
+    memory: HostMemory = field(default_factory=HostMemory)
     gpus: list[str] = field(default_factory=list)
     cuda: CudaFacts = field(default_factory=CudaFacts)
     packages: dict[str, str] = field(default_factory=dict)
@@ -130,13 +130,13 @@ class Facts:
     limits: Limits = field(default_factory=Limits)
 
 
-def gather(timeout: float) -> Facts:
+def gather(timeout: float) -> DoctorFacts:
     """Gather the facts of this host; MPI gets ``timeout`` seconds, all else takes a few seconds at most."""
     mpi = probe_mpi(timeout)
     mpiexec, mpiexec_error = _mpiexec(mpi)
     extensions = {name: _extension_error(name) for name in EXTENSIONS}
     broken = any(extensions.values())  # without it much of pyhvd cannot be imported
-    return Facts(
+    return DoctorFacts(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_processor(),
@@ -157,7 +157,7 @@ def gather(timeout: float) -> Facts:
         memory=_memory(),
         gpus=gpus(),
         cuda=probe_cuda(),
-        packages={name: _version(name) for name in OPTIONAL},
+        packages={name: version_of(name) for name in OPTIONAL},
         horovod=find_horovod(),
         schedulers=[
             f"{words} {os.environ[name]}" for name, words in _SCHEDULERS.items() if name in os.environ
@@ -167,8 +167,7 @@ def gather(timeout: float) -> Facts:
     )
 
 
-_NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-_OF_THE_LAUNCHER = {JOB_DIR, "PYHVD_HOST_SALT", *(f"HOROVOD_{name}" for name in _NUMBERS)}
+_OF_THE_LAUNCHER = {JOB_DIR, "PYHVD_HOST_SALT", *HOROVOD_NUMBERS}
 
 
 def knob_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -271,13 +270,13 @@ def _cores() -> Cores:
     return Cores(host, usable, cgroup_limits()[0])
 
 
-def _memory() -> Memory:
+def _memory() -> HostMemory:
     values: dict[str, int] = {}
     for line in _read(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")
         if rest.endswith("kB"):
             values[name] = int(rest.split()[0]) * 1024
-    return Memory(values.get("MemTotal"), values.get("MemAvailable"), cgroup_limits()[1])
+    return HostMemory(values.get("MemTotal"), values.get("MemAvailable"), cgroup_limits()[1])
 
 
 def gpus() -> list[str]:
@@ -288,14 +287,6 @@ def gpus() -> list[str]:
         if done.returncode == 0:
             return [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return []
-
-
-def _version(name: str) -> str:
-    """Return a package's version, or an empty text; cupy's distribution name contains CUDA's version."""
-    for distribution in (name, *(("cupy-cuda12x", "cupy-cuda13x") if name == "cupy" else ())):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return ""
 
 
 def _limits() -> Limits:

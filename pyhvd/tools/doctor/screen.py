@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyhvd.common.text import list_hosts
+from pyhvd.common.units import size, span
 from pyhvd.tools.doctor.advice import Finding, Level, between, link_rate, rate
-from pyhvd.tools.doctor.facts import OPTIONAL, Facts
+from pyhvd.tools.doctor.facts import OPTIONAL, DoctorFacts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
-from pyhvd.tools.units import size, span
 
 WIDTH = 110
 MOST_LINKS = 10
@@ -29,7 +29,7 @@ class Report:
     Findings of the trial are under the first host.
     """
 
-    hosts: list[Facts]
+    hosts: list[DoctorFacts]
     findings: dict[str, list[Finding]]
     trial: Trial | None = None
 
@@ -39,7 +39,7 @@ class Report:
         return int(any(f.level == Level.PROBLEM for found in self.findings.values() for f in found))
 
 
-def host_rows(facts: Facts) -> Rows:
+def host_rows(facts: DoctorFacts) -> Rows:
     """Yield the rows of a host."""
     mpi, cores, memory, shared = facts.mpi, facts.cores, facts.memory, facts.shared
     yield "host", f"{facts.host}, {facts.system}, {facts.processor}"
@@ -69,7 +69,7 @@ def host_rows(facts: Facts) -> Rows:
     yield "environment", variables or "nothing of pyhvd's is set"
 
 
-def _gpu_rows(facts: Facts) -> Rows:
+def _gpu_rows(facts: DoctorFacts) -> Rows:
     """Yield the rows for arrays on GPUs; none without CuPy."""
     cuda = facts.cuda
     if not cuda.cupy:
@@ -90,7 +90,7 @@ def _gpu_rows(facts: Facts) -> Rows:
     yield "GPU arrays", cuda.way()
 
 
-def _package_rows(facts: Facts) -> Rows:
+def _package_rows(facts: DoctorFacts) -> Rows:
     present = [f"{name} {version}" for name, version in facts.packages.items() if version]
     yield "packages", ", ".join(present) or "none of the optional ones"
     absent: dict[str, list[str]] = {}
@@ -143,8 +143,8 @@ def plain(report: Report) -> str:
     for title, rows in _tables(report):
         lines += [title, ""]
         wide = max(len(about) for _, about, _ in rows)
-        for verdict, about, value in rows:
-            head = f"  {verdict:<7}  {about:<{wide}}  "
+        for level, about, value in rows:
+            head = f"  {level:<7}  {about:<{wide}}  "
             lines.append(_fill(value, head, " " * len(head)))
         lines.append("")
     for head, finding in _findings(report):
@@ -165,8 +165,8 @@ def show(report: Report) -> None:
     console = Console()
     for title, rows in _tables(report):
         table = Table(title=title, title_justify="left", show_header=False, expand=True)
-        for verdict, about, value in rows:
-            table.add_row(Text(verdict, styles[verdict]), Text(about), Text(value))
+        for level, about, value in rows:
+            table.add_row(Text(level, styles[level]), Text(about), Text(value))
         console.print(table)
     for head, finding in _findings(report):
         console.print(Text(head, styles[finding.level]) + Text(finding.text))
@@ -174,7 +174,7 @@ def show(report: Report) -> None:
 
 
 def _tables(report: Report) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Yield title and rows of each table; a row's verdict is its subject's worst finding."""
+    """Yield title and rows of each table; a row's level is its subject's worst finding."""
     tables = [(facts.host, facts.host, host_rows(facts)) for facts in report.hosts]
     if report.trial is not None:
         tables.append(("trial", report.hosts[0].host, trial_rows(report.trial)))

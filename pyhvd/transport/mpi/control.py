@@ -18,7 +18,7 @@ from pyhvd.transport.control import Bell, Message
 from pyhvd.transport.tree import Tree
 
 
-class _Sending:
+class _MpiSending:
     """A message that MPI is sending; calls ``ring`` once when MPI has sent it."""
 
     __slots__ = ("_gone", "_payload", "_request", "_ring")
@@ -77,16 +77,16 @@ class MpiTransport:
         self._rung_by_neighbours = all(bells[r] is not None for r in tree.neighbours)
         # Out-of-band messages come from any rank, maybe without a ring.
         self._longest = self._LONGEST_SLEEP_UNRUNG if None in bells else self._LONGEST_SLEEP
-        self._sending: list[_Sending] = []
+        self._sending: list[_MpiSending] = []
         # By source, in the order of sending.
         self._receiving: dict[int, deque[tuple[MPI.Request, bytearray]]] = {}
         self._last_event = time.monotonic()  # a ring, or a message sent or received
 
-    def send(self, destination: int, payload: bytes) -> _Sending:
+    def send(self, destination: int, payload: bytes) -> _MpiSending:
         """Start sending a message; do not block."""
         self._last_event = time.monotonic()
         request = self._comm.Isend([payload, MPI.BYTE], destination)
-        sending = _Sending(request, payload, partial(self._ring, destination))
+        sending = _MpiSending(request, payload, partial(self._ring, destination))
         if not sending.gone():
             self._sending.append(sending)
             self._ring(destination)  # maybe early: a message that MPI queues arrives later

@@ -1,6 +1,7 @@
 """A world over mpi4py: topology, control transport and fabric of a communicator.
 
-Importing this module initialises MPI, so only ``init()`` imports it.
+Importing this module initialises MPI, unless the program has told mpi4py not to: then :func:`start_mpi` does.
+So only ``init()`` imports it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,41 @@ import os
 import sys
 import time
 
+import mpi4py
 from mpi4py import MPI
 
+from pyhvd.common import launcher_hooks
 from pyhvd.errors import TransportError
 from pyhvd.transport.control import Bell, ControlTransport
 from pyhvd.transport.doorbell import Doorbell, host_id
+from pyhvd.transport.mpi import ending
 from pyhvd.transport.mpi.carrier import open_mpi_carrier
 from pyhvd.transport.mpi.control import MpiTransport
 from pyhvd.transport.mpi.fabric import MpiFabric, open_mpi_arena, open_mpi_window
 from pyhvd.transport.tree import Tree
 from pyhvd.transport.world import Topology, World
+
+
+def start_mpi() -> None:
+    """Call MPI_Init, with the thread level of ``mpi4py.rc``, if neither mpi4py nor the program has.
+
+    Raises
+    ------
+    TransportError
+        The program has called MPI_Finalize.
+    """
+    if MPI.Is_finalized():
+        raise TransportError(
+            "MPI_Finalize was called in this process, and MPI cannot start again: call MPI.Finalize() after"
+            " the last hvd.shutdown(), and no hvd.init() after it"
+        )
+    if MPI.Is_initialized():
+        return
+    level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    launcher_hooks.tell_mpi_init(True)
+    MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
+    launcher_hooks.tell_mpi_init(False)
+    ending.end_at_exit()
 
 
 def mpi_world(comm: object, owned: bool = False) -> World:

@@ -27,7 +27,7 @@ typedef struct {
 static void *run_background(void *what) {
     end *e = what;
     while (!atomic_load(&e->over))
-        if (pyhvd_fast_path_doze(&e->path, -1) & PYHVD_WAKE_DONE)
+        if (pyhvd_fast_path_sleep(&e->path, -1) & PYHVD_WAKE_DONE)
             atomic_store(&e->called, atomic_load(&e->call.finished));
     return NULL;
 }

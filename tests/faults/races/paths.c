@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "fast_path/agreement.h"
+#include "agreement/agreement.h"
 #include "fast_path/progress.h"
 #include "kernels/kernels.h"
 
@@ -349,7 +349,7 @@ static void *run_background(void *what) {
     stage *s = e->s;
     for (;;) {
         int64_t limit = 1000000 + (int64_t)roll(&e->draw, 3000000);
-        uint32_t reasons = pyhvd_fast_path_doze(&e->path, atomic_load(&s->quiet) ? LOST : limit);
+        uint32_t reasons = pyhvd_fast_path_sleep(&e->path, atomic_load(&s->quiet) ? LOST : limit);
         if (reasons & (PYHVD_WAKE_REFUSED | PYHVD_WAKE_RECALLED)) take_refused(e);
         if (reasons & PYHVD_WAKE_LOST) fail("rank %d: a host is lost", e->rank);
         if (reasons & PYHVD_WAKE_DONE) call_back(e);
@@ -365,9 +365,9 @@ static void *run_background(void *what) {
         act(e);
         if (atomic_load(&s->closing) && atomic_load(&s->announced) == e->done) break;
     }
-    pyhvd_fast_path_shut(&e->path);
+    pyhvd_fast_path_end(&e->path);
     if (s->hosts) pyhvd_agreement_leave(&e->path.setup.table);
-    pyhvd_fast_path_seize(&e->path);
+    pyhvd_fast_path_keep_lock(&e->path);
     return NULL;
 }
 

@@ -13,7 +13,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "window/exchange.h"
+#include "exchange/exchange.h"
+#include "window/window.h"
 
 #define MOST_RANKS 16
 #define MOST_HOSTS 4

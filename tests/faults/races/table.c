@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "fast_path/ready_table.h"
+#include "agreement/ready_table.h"
 
 #define SLOTS 128
 #define WORDS (SLOTS / 64)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pyhvd.common.host_id import node_of
-from pyhvd.common.processes import Place, State, here, state_of
+from pyhvd.common.processes import ProcessPlace, ProcessState, here, state_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 
@@ -47,12 +47,12 @@ def waiter() -> Iterator[subprocess.Popen[bytes]]:
     yield from child(f"import ctypes, threading\n{spin}{waiting}{{ready}}\nctypes.PyDLL(None).sleep(60)")
 
 
-def of(process: subprocess.Popen[bytes]) -> State:
+def of(process: subprocess.Popen[bytes]) -> ProcessState:
     mine = here()
-    return state_of(Place(mine.host, process.pid, mine.node), mine)
+    return state_of(ProcessPlace(mine.host, process.pid, mine.node), mine)
 
 
-def becomes(look: Callable[[], State], state: State) -> bool:
+def becomes(look: Callable[[], ProcessState], state: ProcessState) -> bool:
     until = time.monotonic() + 20
     while look() is not state and time.monotonic() < until:
         time.sleep(0.01)
@@ -62,7 +62,7 @@ def becomes(look: Callable[[], State], state: State) -> bool:
 def test_this_process_is_here() -> None:
     assert here().pid == os.getpid()
     assert here() == here()
-    assert str(Place("h", 7)) == "host h (pid 7)"
+    assert str(ProcessPlace("h", 7)) == "host h (pid 7)"
 
 
 def test_without_proc_nothing_is_said_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,25 +75,25 @@ def test_without_proc_nothing_is_said_of_the_node(monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_that_sleeps_is_stopped_and_killed(sleeper: subprocess.Popen[bytes]) -> None:
-    assert becomes(lambda: of(sleeper), State.SLEEPING)
+    assert becomes(lambda: of(sleeper), ProcessState.SLEEPING)
     sleeper.send_signal(signal.SIGSTOP)
-    assert becomes(lambda: of(sleeper), State.STOPPED)
+    assert becomes(lambda: of(sleeper), ProcessState.STOPPED)
     sleeper.kill()
-    assert becomes(lambda: of(sleeper), State.GONE)  # a zombie: no process has reaped it
+    assert becomes(lambda: of(sleeper), ProcessState.GONE)  # a zombie: no process has reaped it
     sleeper.wait(10)
-    assert of(sleeper) is State.GONE
+    assert of(sleeper) is ProcessState.GONE
 
 
 def test_one_that_computes(counter: subprocess.Popen[bytes]) -> None:
-    assert becomes(lambda: of(counter), State.RUNNING)
+    assert becomes(lambda: of(counter), ProcessState.RUNNING)
 
 
 def test_one_that_only_looks_for_the_gil_does_not_compute(waiter: subprocess.Popen[bytes]) -> None:
-    assert becomes(lambda: of(waiter), State.SLEEPING)
-    assert all(of(waiter) is State.SLEEPING for _ in range(100))
+    assert becomes(lambda: of(waiter), ProcessState.SLEEPING)
+    assert all(of(waiter) is ProcessState.SLEEPING for _ in range(100))
 
 
 def test_one_that_cannot_be_seen() -> None:
     mine = here()
-    assert state_of(Place("other", mine.pid, "elsewhere"), mine) is State.UNKNOWN
-    assert state_of(Place("mac", mine.pid), Place("mac", 1)) is State.UNKNOWN
+    assert state_of(ProcessPlace("other", mine.pid, "elsewhere"), mine) is ProcessState.UNKNOWN
+    assert state_of(ProcessPlace("mac", mine.pid), ProcessPlace("mac", 1)) is ProcessState.UNKNOWN

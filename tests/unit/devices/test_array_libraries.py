@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import abc
+import gc
 import importlib.util
+import sys
+import types
+import weakref
 from functools import partial
 from typing import Any
 
@@ -12,7 +17,7 @@ import pytest
 import pyhvd as hvd
 from pyhvd.arrays import TensorView
 from pyhvd.devices import array_libraries
-from pyhvd.devices.array_libraries import adopt
+from pyhvd.devices.array_libraries import adopt, library_name
 from pyhvd.devices.base import DeviceView
 from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
@@ -48,6 +53,71 @@ def test_jax_on_the_host_needs_no_cupy() -> None:
     members = {"__module__": "jaxlib._jax", "__array__": lambda *_, **__: np.arange(3)}
     array = type("ArrayImpl", (Capsule,), members)(1)
     assert isinstance(adopt(array), TensorView)
+
+
+def derive(base: type, module: str) -> Any:
+    """Return a class of a program that derives from another; so many modules have names of libraries."""
+    return type("Derived", (base,), {"__module__": module})
+
+
+@pytest.mark.parametrize("module", ["__main__", "torch.mine", "cupy", "jaxlib.x", "numpy"])
+def test_the_library_is_that_of_the_base_class(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, classes in array_libraries._CLASSES.items():
+        for each in classes:
+            base = np.ndarray if name == "numpy" else type(each, (), {})
+            library: Any = types.ModuleType(name)
+            setattr(library, each, base)
+            with monkeypatch.context() as patch:
+                if name != "numpy":
+                    patch.setitem(sys.modules, name, library)
+                made = derive(base, module)
+                tensor = np.arange(3).view(made) if name == "numpy" else made()
+                assert library_name(tensor) == name
+
+
+def test_a_class_that_is_registered_as_an_array_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax: Any = types.ModuleType("jax")
+    jax.Array = abc.ABCMeta("Array", (), {})
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    members = {"__module__": "mine", "__array__": lambda *_, **__: np.arange(3)}
+    kind = type("ArrayImpl", (Capsule,), members)
+    jax.Array.register(kind)
+    jax.core = types.SimpleNamespace(Tracer=type("Tracer", (), {}))
+    assert library_name(kind(1)) == "jax"
+    with pytest.raises(TypeError, match="cannot change this ArrayImpl"):
+        adopt(kind(1), writing=True)
+
+
+def test_a_proxy_has_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """isinstance() of a proxy depends on the object for which it stands, and other proxies have others."""
+
+    class Proxy:
+        __class__: Any
+
+        def __init__(self, inner: Any) -> None:
+            object.__setattr__(self, "inner", inner)
+
+        def __getattribute__(self, name: str) -> Any:
+            return getattr(object.__getattribute__(self, "inner"), name)
+
+    cupy: Any = types.ModuleType("cupy")
+    cupy.ndarray = type("ndarray", (), {})
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for inner in (cupy.ndarray(), np.arange(3)):
+        proxy: Any = Proxy(inner)
+        assert isinstance(proxy, type(inner))
+        assert library_name(proxy) == "tests"
+    view: Any = adopt(proxy)
+    assert view.array.tolist() == [0, 1, 2]
+
+
+def test_classes_are_not_kept() -> None:
+    kind = derive(np.ndarray, "mine")
+    assert library_name(np.arange(3).view(kind)) == "numpy"
+    known = weakref.ref(kind)
+    del kind
+    gc.collect()
+    assert known() is None
 
 
 @without_cupy

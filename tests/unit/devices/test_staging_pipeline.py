@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from pyhvd.arrays import Array, Bytes
 from pyhvd.devices.pack_plan import ALIGNMENT, lay_out
-from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
+from pyhvd.devices.staging_pipeline import Pipeline, StagedCopy, TransferPiece
 from tests.devices.fake import FakeArray, FakeDevice, fake_array
 
 PIECE = 16
@@ -27,11 +27,13 @@ def doubled(device: FakeDevice, source: FakeArray, target: FakeArray) -> Array:
     def double(down: Bytes, up: Bytes) -> None:
         up[:] = down * 2
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[TransferPiece]:
         total = source.memory.nbytes
         for first in range(0, total, PIECE):
             n = min(PIECE, total - first)
-            yield Step(double, n, n, [Move(0, source.ptr + first, n)], [Move(0, target.ptr + first, n)])
+            yield TransferPiece(
+                double, n, n, [StagedCopy(0, source.ptr + first, n)], [StagedCopy(0, target.ptr + first, n)]
+            )
 
     Pipeline(device, stream).run(steps())
     device.record(arrived, stream)

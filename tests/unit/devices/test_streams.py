@@ -23,7 +23,7 @@ from tests.devices.fake import FakeDevice, elements, fake_array
 from tests.devices.stand_in import make_cupy
 from tests.devices.stand_in_torch import Tensor, make_torch
 
-OURS = ("cupy_device", "cupy_kernels", "cupy_arrays", "dlpack_arrays", "torch_arrays")
+OURS = ("cupy_device", "cupy_kernels", "cupy_arrays", "dlpack_arrays", "torch_arrays", "torch_tensors")
 VALUES = np.arange(100.0)
 
 
@@ -31,7 +31,9 @@ VALUES = np.arange(100.0)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     fake = FakeDevice(seed=request.param)
     cupy = make_cupy(fake)
-    for name, module in {"cupy": cupy, "cupy.cuda": cupy.cuda, "torch": make_torch(fake)}.items():
+    torch: Any = make_torch(fake)
+    modules = {"cupy": cupy, "cupy.cuda": cupy.cuda, "torch": torch, "torch.autograd": torch.autograd}
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(array_libraries, "_libraries", {})
     for name in OURS:
@@ -354,5 +356,39 @@ def test_compression_refuses_what_nobody_can_cast(device: FakeDevice, kind: str)
     def body() -> None:
         with pytest.raises(TypeError, match=text):
             hvd.allreduce(make_array(kind, device), name="x", compression=hvd.Compression.fp16)
+
+    alone(body)
+
+
+def test_tensors_of_a_derived_class_and_what_autograd_must_know(device: FakeDevice) -> None:
+    """An array's own class decides nothing, and a write is noted, as it is for tensors in host memory."""
+    torch: Any = sys.modules["torch"]
+    kind = type("Image", (Tensor,), {"__module__": "mine"})
+
+    def make() -> Any:
+        tensor: Any = kind(device, VALUES.shape, VALUES.dtype)
+        tensor.inner.set(VALUES)
+        return tensor
+
+    def body() -> None:
+        tensor = make()
+        result = hvd.allreduce(tensor, op=hvd.Sum, name="x")
+        assert (type(result), address_of(result) != address_of(tensor)) == (Tensor, True)
+        assert not torch.written
+        assert hvd.allreduce_(tensor, op=hvd.Sum, name="x", prescale_factor=3.0) is tensor
+        assert tensor.inner.get().tolist() == (3 * VALUES).tolist()
+        assert torch.written == [tensor]
+        tensor.requires_grad, tensor.is_leaf = True, False
+        with pytest.raises(RuntimeError, match=r"tensor\.detach"):
+            hvd.allreduce_(tensor, name="recorded")
+        for name, value, remedy in (
+            ("is_nested", True, r"tensor\.unbind"),
+            ("layout", "sparse", r"to_dense"),
+            ("__torch_dispatch__", kind, "a Image has no plain memory"),
+            ("data_ptr", lambda _: 0, "no memory of its own"),
+        ):
+            other: Any = type("Image", (Tensor,), {"__module__": "mine", name: value})
+            with pytest.raises(TypeError, match=remedy):
+                hvd.allreduce(other(device, VALUES.shape, VALUES.dtype), name=name)
 
     alone(body)

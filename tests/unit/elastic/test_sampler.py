@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 from unittest import mock
 
@@ -136,6 +137,24 @@ def test_the_state_of_horovods_sampler_is_loaded() -> None:
     assert list(sampler) == [5, 8]
     assert len(sampler) == 2
     assert list(make(0, 3, {"epoch": 2, "processed_num": 99}, 10)) == []
+
+
+@pytest.mark.parametrize(("pad", "numbers"), [(True, [3, 3, 9]), (False, [3, 2, 8])])
+def test_the_numbers_of_horovods_sampler(pad: bool, numbers: list[int]) -> None:
+    samplers = [make(rank, 3, {"epoch": 1, "processed_num": 2}, 10, seed=4, pad=pad) for rank in range(3)]
+    first, _, last = samplers
+    together = [index for turn in zip_longest(*samplers) for index in turn if index is not None]
+    for sampler in samplers:
+        assert sampler.remaining_indices == together[:8]
+        assert sampler.total_size == numbers[2]
+    assert [first.num_samples, last.num_samples] == numbers[:2] == [len(first), len(last)]
+    first.record_batch(0, 1)
+    first.add_recorded(3)
+    assert first.remaining_indices == together[:8]  # as when the epoch was last divided
+    with playing(0, 3):
+        first.reset()
+    assert first.remaining_indices == together[3:8]
+    assert (first.num_samples, first.total_size) == ((2, 6) if pad else (2, 5))
 
 
 def test_a_length_below_zero_is_refused() -> None:

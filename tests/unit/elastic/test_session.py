@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from pyhvd.elastic.session import Session
-from pyhvd.job.generation_env import Generation
-from pyhvd.job.vault import DESCRIPTORS, Vault
+from pyhvd.elastic.session import RankSession
+from pyhvd.job.commits.vault import DESCRIPTORS, Vault
+from pyhvd.job.rank.generation_env import RankGeneration
 
 SHOWN = "from pyhvd.elastic import enabled, generation, max_size; print(enabled(), generation(), max_size())"
 
 
 def variables(vault: Vault, **others: Any) -> dict[str, str]:
     numbers = dict(zip(DESCRIPTORS, map(str, vault.descriptors), strict=True))
-    return numbers | Generation(3, **others).variables()
+    return numbers | RankGeneration(3, **others).variables()
 
 
 def show(environ: dict[str, str], descriptors: tuple[int, ...] = ()) -> str:
@@ -42,21 +42,21 @@ def test_a_child_without_the_vault_is_no_rank() -> None:
 def test_a_session_holds_the_commit_of_its_generation_only() -> None:
     vault = Vault.create()
     vault.write(4, 2, [], b"")
-    assert Session(variables(vault, commit=4)).held == vault.newest()
-    assert Session(variables(vault, commit=5)).held is None
-    assert Session(variables(Vault.create(), commit=4)).held is None
+    assert RankSession(variables(vault, commit=4)).held == vault.newest()
+    assert RankSession(variables(vault, commit=5)).held is None
+    assert RankSession(variables(Vault.create(), commit=4)).held is None
 
 
 def test_ranks_leave_for_a_later_generation() -> None:
     vault = Vault.create()
-    found = Session(variables(vault))
+    found = RankSession(variables(vault))
     for wished, expected in ((2, False), (3, False), (4, True)):
         vault.wished = wished
         assert found.shall_leave is expected
 
 
 def test_a_session_has_one_state() -> None:
-    found, state = Session(variables(Vault.create())), object()
+    found, state = RankSession(variables(Vault.create())), object()
     assert found.enter(state)
     assert not found.enter(state)
     with pytest.raises(RuntimeError, match=r"^an elastic job has one state, and run\(\) was called with"):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.common.processes import Place, State
+from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.config import Config
 from pyhvd.engine.watchdog import ProgressTimer, Watch, give_up_after, give_up_time
 from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_stall, error_of_stall
 
-PLACES = [Place("node", 100 + rank, "n") for rank in range(4)]
+PLACES = [ProcessPlace("node", 100 + rank, "n") for rank in range(4)]
 
 
 def test_only_what_waits_without_progress_counts() -> None:
@@ -93,7 +93,7 @@ def test_nobody_gives_up_where_nothing_is_looked_for(off: dict[str, Any]) -> Non
 
 
 def test_a_collective_that_does_not_end() -> None:
-    states = {1: State.SLEEPING, 2: State.STOPPED, 3: State.GONE}
+    states = {1: ProcessState.SLEEPING, 2: ProcessState.STOPPED, 3: ProcessState.GONE}
     snapshot = StallSnapshot(0, ["a", "b"], True, states, 61.2)
     assert describe_stall(snapshot, PLACES) == (
         "rank 0 has waited for 'a', 'b' for 61 s: all ranks have submitted them, but some do not carry them"
@@ -109,7 +109,7 @@ def test_a_collective_that_does_not_end() -> None:
 
 
 def test_where_nobody_is_stopped_all_are_shown() -> None:
-    snapshot = StallSnapshot(0, ["a"], True, {1: State.RUNNING, 2: State.SLEEPING}, 61.0)
+    snapshot = StallSnapshot(0, ["a"], True, {1: ProcessState.RUNNING, 2: ProcessState.SLEEPING}, 61.0)
     assert describe_stall(snapshot, PLACES).splitlines()[1:] == [
         "rank 1 on host node (pid 101): its process computes",
         "rank 2 on host node (pid 102): its process sleeps",
@@ -117,7 +117,7 @@ def test_where_nobody_is_stopped_all_are_shown() -> None:
 
 
 def test_a_shutdown_that_does_not_end() -> None:
-    snapshot = StallSnapshot(0, [], False, {1: State.STOPPED, 2: State.SLEEPING}, 6.0)
+    snapshot = StallSnapshot(0, [], False, {1: ProcessState.STOPPED, 2: ProcessState.SLEEPING}, 6.0)
     assert describe_late_end(snapshot, PLACES) == (
         "shutting down: not all ranks have shut down within 6 s\n"
         "rank 1 on host node (pid 101): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 101 lets it"
@@ -126,7 +126,7 @@ def test_a_shutdown_that_does_not_end() -> None:
 
 
 def test_rank_0_should_have_said_why() -> None:
-    snapshot = StallSnapshot(2, [], False, {0: State.UNKNOWN, 1: State.SLEEPING}, 100.0)
+    snapshot = StallSnapshot(2, [], False, {0: ProcessState.UNKNOWN, 1: ProcessState.SLEEPING}, 100.0)
     assert describe_stall(snapshot, PLACES) == (
         "rank 2 has waited for the other ranks to join for 100 s: rank 0, which decides what runs, has not"
         " said why\n"

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.job.output import Screen
+from pyhvd.job.driver.output import Screen
 
 _PREFIX = re.compile(rb"\[(\d)\]<std(out|err)>:")
 

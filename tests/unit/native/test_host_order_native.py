@@ -25,7 +25,7 @@ from tests.unit.native.test_host_order import SLOTS, Cluster, check_one_log
 
 ROOT = Path(__file__).resolve().parents[3]
 SRC = ROOT / "pyhvd" / "native" / "src"
-SOURCES = [SRC / "fast_path" / name for name in ("host_order.c", "host_tree.c")]
+SOURCES = [SRC / "agreement" / name for name in ("host_order.c", "host_tree.c")]
 
 MAX_HOSTS, MAX_SETS, MAX_WORDS = 64, 16, 64
 RING, LIST_MAX = 131072, 32768

@@ -17,7 +17,7 @@ from pyhvd.negotiation.messages import (
     ErrorInfo,
     ErrorKind,
     MergedList,
-    Part,
+    MergedPart,
     Request,
     RequestList,
     RequestType,
@@ -181,6 +181,17 @@ def test_joined_ranks_are_not_waited_for() -> None:
     assert merging.due == 6.0, "it works again"
 
 
+def test_joined_ranks_are_not_waited_for_in_their_sets() -> None:
+    merging = leader(s1=(1, 3))
+    take(merging, 3, message(Request(RequestType.JOIN, JOIN_NAME)), 1.0)
+    merging.flush()
+    take(merging, 1, message(A, bits=1, set_id=1), 3.0)
+    assert merging.due == 3.0
+    merging.flush()
+    take(merging, 3, message(A, set_id=1), 5.0)
+    assert merging.due == 6.0, "it works again"
+
+
 @pytest.mark.parametrize("kind", ["refusal", "stop"])
 def test_refusals_and_stops_do_not_wait(kind: str) -> None:
     merging = leader()
@@ -201,7 +212,7 @@ def test_leaders_merge_what_leaders_have_merged() -> None:
     take(merging, 1, message(A, B))
     for child, ranks in ((2, 0b00001100), (4, 0b11110000)):
         assert merging.due == 1.0
-        merging.take(child, [Part(pack_ranks(ranks), child, message(A, B))], 0.0)
+        merging.take(child, [MergedPart(pack_ranks(ranks), child, message(A, B))], 0.0)
     assert merging.due == 0.0
     assert flush(merging) == [(list(range(1, 8)), {}, ["a", "b"])]
 
@@ -250,7 +261,7 @@ def test_each_rank_is_heard_as_it_spoke(spoken: list[tuple[int, RequestList]], c
     """Rank 1 leads, rank 2 leads below it, and rank 3 is below rank 2; the leaders send now and then."""
     sets = {GLOBAL_SET: ALL, 1: ALL}
     upper, lower = Leader(0b1110, sets), Leader(0b1100, sets)
-    sent: list[Part] = []
+    sent: list[MergedPart] = []
     for index, (rank, each) in enumerate(spoken):
         (upper if rank == 1 else lower).take(rank, MergedList.of(rank, each).parts, 0.0)
         if index in cuts or index == len(spoken) - 1:

@@ -14,7 +14,7 @@ from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
     MergedList,
-    Part,
+    MergedPart,
     RelayedList,
     Request,
     RequestList,
@@ -131,7 +131,7 @@ some_ranks = st.sets(st.integers(0, 9999), min_size=1, max_size=20)
 
 @given(said=st.lists(st.tuples(some_ranks, small, request_lists), max_size=3))
 def test_merged_lists_come_back(said: list[tuple[set[int], int, RequestList]]) -> None:
-    parts = [Part(pack_ranks(bits_of(ranks)), last, message) for ranks, last, message in said]
+    parts = [MergedPart(pack_ranks(bits_of(ranks)), last, message) for ranks, last, message in said]
     merged = MergedList(PROTOCOL_VERSION, parts)
     assert decode_merged(bytearray(encode(merged))) == merged
     assert [set(iter_bits(unpack_ranks(part.ranks))) for part in parts] == [ranks for ranks, _, _ in said]

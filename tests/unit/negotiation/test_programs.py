@@ -94,7 +94,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Join:
-    """Rank r makes all calls but the global set's from number ``leave[r]`` on, and then joins."""
+    """Rank r makes the first ``leave[r]`` calls, and then joins."""
 
     calls: list[Call]
     leave: list[int]
@@ -181,7 +181,7 @@ class Program:
         self.live = list(range(len(self.members)))
         self.network = network(size, capacity, static)
         self.submissions: dict[Unit, dict[int, list[Submission]]] = {}
-        self.calls: dict[Unit, Call] = {}
+        self.removed: set[tuple[int, int]] = set()
         ids = {number: number for number in self.live}
         resolved = [new for step in steps for new in self._resolve(step)]
         self.players = [Player(rank, list(resolved), dict(ids)) for rank in world]
@@ -265,8 +265,7 @@ class Program:
         if isinstance(step, Remove):
             made = made[step.skip.get(player.rank, 0) :]
         if isinstance(step, Join):
-            leave = step.leave[player.rank]
-            made = [call for i, call in enumerate(made) if call.set != GLOBAL or i < leave]
+            made = made[: step.leave[player.rank]]
         return [call for call in made if player.rank in self.members[call.set]]
 
     def _may(self, player: Player, call: Call) -> bool:
@@ -280,8 +279,7 @@ class Program:
         del player.todo[next(i for i, c in enumerate(player.todo) if c is call)]
         requests = call.requests(player.rank, self.members[call.set])
         set_id = player.ids[call.set]
-        epoch = self.network.ranks[player.rank].epoch if call.set == GLOBAL else 0
-        unit = (call.set, epoch, call.unit)
+        unit = (call.set, self.network.ranks[player.rank].epoch, call.unit)
         record = self.submissions.setdefault(unit, {}).setdefault(player.rank, [])
         if call.odd.get(player.rank) == "refuse":
             self.network.refuse(player.rank, requests[0], set_id)
@@ -302,6 +300,7 @@ class Program:
         else:
             assert isinstance(step, Remove)
             ids = (player.ids[step.set],)
+            self.removed.add((step.set, self.network.ranks[player.rank].epoch))
             request = Request(RequestType.REMOVE_PROCESS_SET, f"remove.{number}", ranks=ids)
         player.change = self.network.submit(player.rank, [request])
 
@@ -309,10 +308,10 @@ class Program:
 
     def check(self) -> None:
         """Compare the end of every submission with the verdict, and the results of the joins."""
-        for (number, _, _), by_rank in self.submissions.items():
+        for (number, epoch, _), by_rank in self.submissions.items():
             for k in range(max(len(each) for each in by_rank.values())):
                 together = {rank: each[k] for rank, each in by_rank.items() if k < len(each)}
-                _check_together(together, self.members[number], number != GLOBAL)
+                _check_together(together, self.members[number], (number, epoch) in self.removed)
         joins = [r.value for _, r in self.network.ranks[0].history if r.request.type == RequestType.JOIN]
         size = self.network.size
         assert joins == self.network.join_order[size - 1 :: size]
@@ -322,11 +321,11 @@ def _within(ranks: frozenset[int], size: int) -> Ranks:
     return tuple(sorted({rank % size for rank in ranks}))
 
 
-def _check_together(subs: dict[int, Submission], members: Ranks, may_go: bool) -> None:
+def _check_together(subs: dict[int, Submission], members: Ranks, removed: bool) -> None:
     """Compare how submissions that belong together ended with how they must end."""
     absent = [rank for rank in members if rank not in subs]
     made = {rank: sub.requests for rank, sub in subs.items() if sub.requests is not None}
-    expected = verdict(made, len(made) < len(subs), absent, may_go)
+    expected = verdict(made, len(made) < len(subs), absent, removed)
     for rank, requests in made.items():
         ends = subs[rank].ends
         assert sorted(e.response.request.name for e in ends) == sorted(r.name for r in requests), (rank, subs)
@@ -352,7 +351,7 @@ def _check_together(subs: dict[int, Submission], members: Ranks, may_go: bool) -
 
 
 def verdict(
-    made: dict[int, list[Request]], refused: bool, absent: Sequence[int], may_go: bool
+    made: dict[int, list[Request]], refused: bool, absent: Sequence[int], removed: bool
 ) -> ErrorKind | None:
     """Return the kind of error with which submissions that belong together must end, or None for a result.
 
@@ -364,12 +363,12 @@ def verdict(
         Whether some rank has refused the call.
     absent : sequence of int
         Members of the set that have not made the call.
-    may_go : bool
-        Whether the set can be removed.
+    removed : bool
+        Whether the set was removed before the next join ended; else the absent members have joined.
     """
     if refused:
         return ErrorKind.RANK_FAILED
-    if absent and may_go:
+    if absent and removed:
         return ErrorKind.SHUT_DOWN
     first = next(iter(made.values()))
     meant = [[_meaning(r) for r in requests] for requests in made.values()]
@@ -391,7 +390,7 @@ def _one(steps: list[Step]) -> Step:
     return steps[0] if steps else Window([], True)
 
 
-@settings(max_examples=examples(3000))
+@settings(max_examples=examples(3000, longest=True))
 @given(
     size=st.integers(2, 4),
     capacity=st.sampled_from([8, 3, 2, 1, 0]),
@@ -423,7 +422,7 @@ repetitive = st.builds(
 """Calls many of which repeat an earlier call exactly, so that they are cached and use the ready table."""
 
 
-@settings(max_examples=examples(800))
+@settings(max_examples=examples(800, longest=True))
 @given(
     size=st.integers(2, 4),
     capacity=st.sampled_from([8, 8, 3, 2]),
@@ -448,7 +447,7 @@ HOSTS = ([0, 0, 2, 2], [0, 1, 1, 1], [0, 0, 2, 3], [0, 1, 2, 3], [0, 1, 0, 1])
 """Layouts: by rank, the lowest rank of its host."""
 
 
-@settings(max_examples=examples(3000))
+@settings(max_examples=examples(3000, longest=True))
 @given(
     size=st.integers(2, 4),
     capacity=st.sampled_from([8, 3, 2, 1, 0]),
@@ -479,21 +478,27 @@ def test_program_ends_the_same_if_leaders_merge_messages(
     program.network.check_all()
 
 
-@settings(max_examples=examples(1500))
+@settings(max_examples=examples(1500, longest=True))
 @given(
     size=st.integers(2, 3),
     fast_lane=st.booleans(),
+    sets=subsets,
     calls=st.lists(repetitive, min_size=1, max_size=2),
     leave=st.lists(st.sampled_from([2, 2, 2, 1]), min_size=3, max_size=3),
     choices=st.lists(st.integers(0, 12), min_size=100, max_size=200),
 )
 def test_joins_between_cached_calls(
-    size: int, fast_lane: bool, calls: list[Call], leave: list[int], choices: list[int]
+    size: int,
+    fast_lane: bool,
+    sets: list[frozenset[int]],
+    calls: list[Call],
+    leave: list[int],
+    choices: list[int],
 ) -> None:
     """Each rank joins after it has repeated all or some of the calls that all ranks have cached."""
     same = [replace(call, odd={}, impatient=False) for call in calls]
     steps: list[Step] = [Window(same, True), Join(same, leave), Window(same, True)]
-    program = Program(size, 8, [], [*steps, *steps], FastPathNetwork if fast_lane else Network)
+    program = Program(size, 8, sets, [*steps, *steps], FastPathNetwork if fast_lane else Network)
     program.run(choices)
     program.check()
     program.network.check_all()

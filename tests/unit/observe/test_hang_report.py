@@ -9,15 +9,15 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.common.processes import Place, State
+from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.controller import Stalled
 from pyhvd.negotiation.messages import JOIN_NAME, ErrorInfo, ErrorKind, bits_of, iter_bits
 from pyhvd.observe.hang_report import MAX_CHARACTERS, describe_state, error_of, names_of, warning_of
 from pyhvd.observe.hang_reporter import HangReporter, RankLocations
-from pyhvd.observe.stall_inspector import Answer, Finding, StallInspector
+from pyhvd.observe.stall_inspector import Answer, Stall, StallInspector
 
-PLACES = [Place(f"node{rank // 2}", 100 + rank, "n") for rank in range(6)]
+PLACES = [ProcessPlace(f"node{rank // 2}", 100 + rank, "n") for rank in range(6)]
 LOADING = [
     ThreadStack(
         "MainThread",
@@ -37,7 +37,7 @@ def stalled(
 
 
 def text_of(*tensors: Stalled, answers: dict[int, Answer], pending: tuple[Stalled, ...] = ()) -> str:
-    finding = Finding(tensors, pending or tensors, 60.0, ends_job=False)
+    finding = Stall(tensors, pending or tensors, 60.0, ends_job=False)
     return warning_of(finding, answers, PLACES, 75.2)
 
 
@@ -73,7 +73,7 @@ def test_a_join_that_waits() -> None:
               data.py:7 in read
               ... and 3 calls further out
     """)
-    error = error_of(Finding((join,), (join,), 60.0, ends_job=True), {3: LOADING}, PLACES, 75.2)
+    error = error_of(Stall((join,), (join,), 60.0, ends_job=True), {3: LOADING}, PLACES, 75.2)
     assert error.missing == {"join()": [3]}
     assert error.message.startswith("the job was ended: join() has waited for more than 60 s")
 
@@ -81,10 +81,10 @@ def test_a_join_that_waits() -> None:
 def test_ranks_that_say_nothing() -> None:
     x = stalled(0, "x", 10.0, (0,), (1, 2, 3, 4, 5))
     answers: dict[int, Answer] = {
-        1: State.STOPPED,
-        2: State.GONE,
-        3: State.RUNNING,
-        4: State.UNKNOWN,
+        1: ProcessState.STOPPED,
+        2: ProcessState.GONE,
+        3: ProcessState.RUNNING,
+        4: ProcessState.UNKNOWN,
         5: [],
     }
     assert text_of(x, answers=answers) == lines("""
@@ -98,8 +98,8 @@ def test_ranks_that_say_nothing() -> None:
     """)  # noqa: E501
 
 
-@pytest.mark.parametrize("state", [State.SLEEPING, State.WAITING])
-def test_a_rank_that_is_blocked(state: State) -> None:
+@pytest.mark.parametrize("state", [ProcessState.SLEEPING, ProcessState.WAITING])
+def test_a_rank_that_is_blocked(state: ProcessState) -> None:
     assert describe_state(state, PLACES[0]) == (
         f"its background thread does not answer within 2 s, and its process {state.value}:"
         " it is blocked, perhaps while it holds the GIL"
@@ -135,9 +135,9 @@ def test_the_late_one_waits_for_something_that_is_not_late_yet() -> None:
 
 def test_many_of_everything_is_cut() -> None:
     tensors = [stalled(0, f"t{i}", 10.0, (0,), (1 + i % 40,)) for i in range(1000)]
-    places = [Place("n", rank, "n") for rank in range(50)]
+    places = [ProcessPlace("n", rank, "n") for rank in range(50)]
     answers = dict.fromkeys(range(1, 17), LOADING)
-    text = warning_of(Finding(tuple(tensors), tuple(tensors), 1.0, ends_job=False), answers, places, 20.0)
+    text = warning_of(Stall(tuple(tensors), tuple(tensors), 1.0, ends_job=False), answers, places, 20.0)
     assert "'t0', 't40', 't80', 't120', 't160', 't200' and 19 more: not submitted by rank 1," in text
     assert "  ... and 28 more lines of such tensors" in text
     assert "ranks 17-40: not asked, as they are too many for one report" in text
@@ -148,7 +148,7 @@ def test_many_of_everything_is_cut() -> None:
 def test_the_error_says_the_same_with_the_stacks_apart() -> None:
     x = stalled(0, "x", 10.0, (0,), (1, 3))
     y = stalled(0, "y", 10.0, (0, 1), (3,))
-    error = error_of(Finding((x, y), (x, y), 60.0, True), {1: State.GONE, 3: LOADING}, PLACES, 75.0)
+    error = error_of(Stall((x, y), (x, y), 60.0, True), {1: ProcessState.GONE, 3: LOADING}, PLACES, 75.0)
     assert error.kind == ErrorKind.STALL
     assert error.message == lines("""
         the job was ended: 2 tensors have waited for more than 60 s, because some ranks have not submitted them
@@ -173,7 +173,7 @@ def test_a_job_that_was_suspended_is_not_ended_for_it(suspended: bool) -> None:
     waiting = [stalled(0, "x", 0.0, (0,), (1,))]
     reporter = HangReporter(
         StallInspector(10.0, 20.0),
-        RankLocations(0, [Place("a", 1), Place("b", 2)]),
+        RankLocations(0, [ProcessPlace("a", 1), ProcessPlace("b", 2)]),
         send=lambda rank, payload: None,
         pending=lambda now: waiting,
         count=lambda tensors, warned: None,
@@ -196,7 +196,7 @@ def test_a_rank_that_submits_while_others_are_asked_is_not_reported(caplog: pyte
     waiting = [a, b]
     reporter = HangReporter(
         StallInspector(10.0, 0.0),
-        RankLocations(0, [Place("a", 1), Place("b", 2), Place("c", 3)]),
+        RankLocations(0, [ProcessPlace("a", 1), ProcessPlace("b", 2), ProcessPlace("c", 3)]),
         send=lambda rank, payload: None,
         pending=lambda now: list(waiting),
         count=lambda tensors, warned: None,
@@ -213,15 +213,15 @@ def test_a_rank_that_submits_while_others_are_asked_is_not_reported(caplog: pyte
 # -- many ranks
 
 SIZE = 10_000
-HOSTS = [Place(f"h{rank // 8}", 1000 + rank, f"n{rank // 8}") for rank in range(SIZE)]
+HOSTS = [ProcessPlace(f"h{rank // 8}", 1000 + rank, f"n{rank // 8}") for rank in range(SIZE)]
 STEPPING = [ThreadStack("MainThread", [Frame("train.py", 71, "step", "loss = model(x)")], "pyhvd.wait")]
 
 
 def reports(
-    tensors: list[Stalled], answers: dict[int, Answer], places: list[Place] = HOSTS
+    tensors: list[Stalled], answers: dict[int, Answer], places: list[ProcessPlace] = HOSTS
 ) -> tuple[str, ErrorInfo]:
-    warned = Finding(tuple(tensors), tuple(tensors), 60.0, ends_job=False)
-    ended = Finding(tuple(tensors), tuple(tensors), 60.0, ends_job=True)
+    warned = Stall(tuple(tensors), tuple(tensors), 60.0, ends_job=False)
+    ended = Stall(tuple(tensors), tuple(tensors), 60.0, ends_job=True)
     return warning_of(warned, answers, places, 75.0), error_of(ended, answers, places, 75.0)
 
 
@@ -230,7 +230,7 @@ def test_half_of_the_ranks_is_missing() -> None:
     tensors = [stalled(0, f"grad{i}", 10.0, *halves) for i in range(161)]
     asked: list[int] = [*range(1, 33, 2)]
     answers: dict[int, Answer] = dict.fromkeys(asked[:14], STEPPING) | dict.fromkeys(
-        asked[14:], State.UNKNOWN
+        asked[14:], ProcessState.UNKNOWN
     )
     warning, error = reports(tensors, answers)
     assert warning == lines("""
@@ -283,12 +283,12 @@ def deep_stacks(rank: int) -> list[ThreadStack]:
 @pytest.mark.parametrize("deep", [True, False])
 def test_a_report_has_a_limit(name: str, host: str, tensors: int, alike: bool, deep: bool) -> None:
     """With any names, stacks and sets of ranks; the headline and the last line are always there."""
-    places = [Place(f"{host}{rank // 8}", 1000 + rank, f"n{rank // 8}") for rank in range(SIZE)]
+    places = [ProcessPlace(f"{host}{rank // 8}", 1000 + rank, f"n{rank // 8}") for rank in range(SIZE)]
     random = Random(1)
     everyone, half = (1 << SIZE) - 1, bits_of(range(0, SIZE, 2))
     sets = [half if alike else random.getrandbits(SIZE) | 1 for _ in range(tensors)]
     waiting = [Stalled(0, f"{name}{i}", 10.0, ranks, everyone & ~ranks) for i, ranks in enumerate(sets)]
-    asked = Finding(tuple(waiting), (), 60.0, ends_job=False).missing[:16]
+    asked = Stall(tuple(waiting), (), 60.0, ends_job=False).missing[:16]
     warning, error = reports(
         waiting, {rank: deep_stacks(rank) if deep else STEPPING for rank in asked}, places
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.common.processes import State
+from pyhvd.common.processes import ProcessState
 from pyhvd.common.stacks import ThreadStack
 from pyhvd.controller import Stalled
 from pyhvd.negotiation.messages import PROTOCOL_VERSION, StackReport, bits_of
-from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Finding, Inquiry, StallInspector
+from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Inquiry, Stall, StallInspector
 
 
 def stalled(name: str, since: float, missing: tuple[int, ...] = (1,)) -> Stalled:
@@ -25,7 +25,7 @@ def test_nothing_is_found_before_its_time() -> None:
 def test_a_finding_holds_what_is_late_and_what_waits_as_well() -> None:
     pending = [stalled("x", 10.0, (1, 2)), stalled("late", 95.0), stalled("other", 20.0, (3,))]
     finding = StallInspector(60.0, 0.0).look(pending, 100.0)
-    assert finding == Finding((pending[0], pending[2]), tuple(pending), 60.0, ends_job=False)
+    assert finding == Stall((pending[0], pending[2]), tuple(pending), 60.0, ends_job=False)
     assert finding.missing == [1, 2, 3]
 
 
@@ -43,32 +43,32 @@ def test_the_end_is_about_what_is_over_its_time() -> None:
     assert warning is not None
     assert not warning.ends_job
     finding = inspector.look(pending, 90.0)
-    assert finding == Finding((pending[0],), tuple(pending), 90.0, ends_job=True)
+    assert finding == Stall((pending[0],), tuple(pending), 90.0, ends_job=True)
 
 
 def test_a_warning_does_not_hold_up_the_end() -> None:
     pending = [stalled("x", 10.0)]
-    warning = Finding(tuple(pending), tuple(pending), 0.5, ends_job=False)
+    warning = Stall(tuple(pending), tuple(pending), 0.5, ends_job=False)
     assert StallInspector(0.5, 0.0).answers_until(warning, 10.5) == 10.5 + ANSWER_SECONDS
     assert StallInspector(0.5, 1.0).answers_until(warning, 10.5) == 11.0
     assert StallInspector(0.5, 60.0).answers_until(warning, 10.5) == 10.5 + ANSWER_SECONDS
-    end = Finding(tuple(pending), tuple(pending), 1.0, ends_job=True)
+    end = Stall(tuple(pending), tuple(pending), 1.0, ends_job=True)
     assert StallInspector(0.5, 1.0).answers_until(end, 11.0) == 11.0 + ANSWER_SECONDS
 
 
 def test_what_has_been_submitted_meanwhile_is_stalled_no_longer() -> None:
     pending = [stalled("x", 0.0, (1, 3)), stalled("y", 0.0), stalled("z", 0.0)]
-    finding = Finding(tuple(pending), tuple(pending), 60.0, ends_job=False)
+    finding = Stall(tuple(pending), tuple(pending), 60.0, ends_job=False)
     now = [stalled("x", 0.0, (3,)), stalled("y", 59.0)]  # y has ended, and was submitted again
     left = finding.still(now)
-    assert left == Finding((now[0],), tuple(now), 60.0, ends_job=False)
+    assert left == Stall((now[0],), tuple(now), 60.0, ends_job=False)
     assert left.missing == [3]
     assert finding.still([]) is None
 
 
 def inquiry(missing: tuple[int, ...]) -> Inquiry:
     tensor = stalled("x", 0.0, missing)
-    return Inquiry(7, Finding((tensor,), (tensor,), 60.0, ends_job=False), until=62.0)
+    return Inquiry(7, Stall((tensor,), (tensor,), 60.0, ends_job=False), until=62.0)
 
 
 def report(number: int, name: str) -> StackReport:
@@ -94,7 +94,7 @@ def test_answers_to_earlier_questions_do_not_count() -> None:
 def test_who_said_nothing_is_looked_at_and_who_has_nothing_to_say_is_not() -> None:
     asking = inquiry((1, 3))
     asking.take(1, StackReport(PROTOCOL_VERSION, 7, []))
-    assert asking.complete(lambda _: State.STOPPED) == {1: [], 3: State.STOPPED}
+    assert asking.complete(lambda _: ProcessState.STOPPED) == {1: [], 3: ProcessState.STOPPED}
 
 
 def test_no_more_ranks_are_asked_than_can_be_read() -> None:

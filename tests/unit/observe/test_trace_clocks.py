@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pyhvd.arrays import Bytes
-from pyhvd.observe.trace.clocks import ClockMap, Reading, measure
+from pyhvd.observe.trace.clocks import ClockMap, ClockReading, measure
 from pyhvd.transport.fabric import Fabric
 
 SECOND = 1_000_000_000
@@ -36,7 +36,7 @@ class Wires:
     def clock(self, rank: int) -> Callable[[], int]:
         return lambda: self.now[rank] + self.offset[rank]
 
-    def play(self, rank: int, rounds: int) -> Reading:
+    def play(self, rank: int, rounds: int) -> ClockReading:
         return measure(cast(Fabric, _End(self, rank)), self.clock(rank), rounds)
 
     def allgather(self, rank: int, turn: int, send: Bytes, recv: Bytes) -> None:
@@ -73,7 +73,7 @@ def test_the_true_offset_is_within_the_uncertainty(
     delays: list[tuple[int, int]], late: list[int], offset: int
 ) -> None:
     wires = Wires(delays, late, offset)
-    readings: dict[int, Reading] = {}
+    readings: dict[int, ClockReading] = {}
     threads = [
         threading.Thread(target=lambda r=rank: readings.__setitem__(r, wires.play(r, 8)), daemon=True)
         for rank in range(2)
@@ -102,7 +102,7 @@ def test_times_come_back_within_the_uncertainty(
     readings = []
     for moment, error in zip((0, length), errors, strict=True):
         at = round(shows(moment))
-        readings.append(Reading(at, at - moment + error, 5000))
+        readings.append(ClockReading(at, at - moment + error, 5000))
     clock = ClockMap(*readings)
     time = where * length
     # Two ns of rounding, and the precision of floats of this size.
@@ -113,7 +113,7 @@ def test_times_come_back_within_the_uncertainty(
 
 
 def test_one_reading_is_kept_and_says_nothing_of_drift() -> None:
-    clock = ClockMap(Reading(100, 40, 7))
+    clock = ClockMap(ClockReading(100, 40, 7))
     assert clock.to_root(1_000_100) == 1_000_060
     assert clock.drift is None
     assert clock.drift_uncertainty is None
@@ -121,6 +121,6 @@ def test_one_reading_is_kept_and_says_nothing_of_drift() -> None:
 
 
 def test_order_is_kept() -> None:
-    clock = ClockMap(Reading(0, 500, 1), Reading(SECOND, -500, 1))
+    clock = ClockMap(ClockReading(0, 500, 1), ClockReading(SECOND, -500, 1))
     times = [clock.to_root(at) for at in range(0, SECOND, SECOND // 100)]
     assert times == sorted(times)

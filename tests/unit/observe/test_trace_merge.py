@@ -13,7 +13,7 @@ import pytest
 
 from pyhvd.observe.trace.files import TraceError
 from pyhvd.observe.trace.loading import load
-from pyhvd.observe.trace.merging import TRACKS, Span, lay_out, merge
+from pyhvd.observe.trace.merging import TRACKS, TraceSpan, lay_out, merge
 from pyhvd.observe.trace.summary import covered, summarise, summarise_hosts
 from pyhvd.tools.trace import main
 from tests.chrome_trace import check_events
@@ -124,10 +124,10 @@ def test_together_counts_time_once() -> None:
 
 def test_spans_nest_or_go_to_another_lane() -> None:
     spans = [
-        Span(0, 10, "a", "", {}),
-        Span(2, 5, "b", "", {}),
-        Span(4, 12, "c", "", {}),
-        Span(10, 11, "d", "", {}),
+        TraceSpan(0, 10, "a", "", {}),
+        TraceSpan(2, 5, "b", "", {}),
+        TraceSpan(4, 12, "c", "", {}),
+        TraceSpan(10, 11, "d", "", {}),
     ]
     assert [(span.name, span.lane) for span in lay_out(spans)] == [("a", 0), ("b", 0), ("c", 1), ("d", 0)]
 

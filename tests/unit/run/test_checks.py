@@ -13,10 +13,10 @@ from pyhvd.job.messages import Facts, Hello
 from pyhvd.job.mpi.flavour import Flavour
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER
-from pyhvd.job.rendezvous import PmiRendezvous, Rendezvous
+from pyhvd.job.mpi.rendezvous import PmiRendezvous, Rendezvous
 from pyhvd.run.cli import parse
-from pyhvd.run.environment import to_send
-from pyhvd.run.many_hosts import choose_rendezvous
+from pyhvd.run.hosts.environment import to_send
+from pyhvd.run.launchers.many_hosts import choose_rendezvous
 
 
 def test_what_a_host_lacks_has_a_remedy() -> None:
@@ -55,7 +55,7 @@ OPEN_MPI = Flavour(OPENMPI, "5.0.11", "Open MPI")
 def test_how_ranks_find_each_other(
     library: Flavour, flags: list[str], expected: type[Rendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyhvd.run.many_hosts.find_mpiexec", lambda _: "mpiexec")
+    monkeypatch.setattr("pyhvd.run.launchers.many_hosts.find_mpiexec", lambda _: "mpiexec")
     assert type(choose_rendezvous(parse([*flags, "x.py"], under_mpiexec=False), library)) is expected
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pyhvd.job.mpi.rank_env import RankEnv
-from pyhvd.run import __main__ as command, local, many_hosts, own_host, rank_entry
-from pyhvd.run.cli import Options, parse
-from pyhvd.run.clusters.marks import has_marks
-from pyhvd.run.hosts import Seats
+from pyhvd.run import __main__ as command
+from pyhvd.run.cli import parse
+from pyhvd.run.entry import rank_entry
+from pyhvd.run.hosts import own_host
+from pyhvd.run.hosts.clusters.marks import has_marks
+from pyhvd.run.hosts.hosts import JobHosts
+from pyhvd.run.launchers import local, many_hosts
+from pyhvd.run.options import Options
 
-SHELL = Path(__file__).parent / "clusters" / "slurm_shell.env"
+SHELL = Path(__file__).parent / "hosts" / "clusters" / "slurm_shell.env"
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +51,18 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return command.main()
 
 
-def set_all(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+@pytest.fixture
+def pmi() -> Iterator[socket.socket]:
+    """Return a socket: a rank has one that leads to its launcher."""
+    with socket.socket() as opened:
+        yield opened
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, path: Path, pmi: socket.socket | None = None) -> None:
     for line in path.read_text().splitlines():
         monkeypatch.setenv(*line.split("=", 1))
+    if pmi is not None:
+        monkeypatch.setenv("PMI_FD", str(pmi.fileno()))
 
 
 @pytest.mark.parametrize(
@@ -79,11 +93,11 @@ def test_a_job_on_several_hosts(
     (tmp_path / "hosts").write_text("h1 slots=2\nh2:1\n")
     for given in (("-H", "h1:2,h2:1"), ("-hostfile", str(tmp_path / "hosts"))):
         assert run(monkeypatch, *given, "--verbose", "x.py") == 9
-        options, seats = started.pop()
-        assert isinstance(seats, Seats)
+        options, placed = started.pop()
+        assert isinstance(placed, JobHosts)
         assert isinstance(options, Options)
         assert options.verbose
-        assert [(each.host.name, each.ranks) for each in seats.hosts] == [
+        assert [(each.host.name, each.ranks) for each in placed.hosts] == [
             ("h1", range(2)),
             ("h2", range(2, 3)),
         ]
@@ -125,8 +139,9 @@ def test_what_other_launchers_do_not_allow(
     started: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    pmi: socket.socket,
 ) -> None:
-    set_all(monkeypatch, SHELL.with_stem(system))
+    set_all(monkeypatch, SHELL.with_stem(system), pmi)
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, *arguments, "x.py")
     assert f"pyhvdrun: error: {message}" in capsys.readouterr().err
@@ -143,9 +158,11 @@ def test_a_shell_under_srun_starts_jobs(
     assert run(monkeypatch, "-H", "localhost:2", "x.py") == 7
 
 
-def test_show_config_of_a_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_config_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pmi: socket.socket
+) -> None:
     """One rank prints."""
-    set_all(monkeypatch, SHELL.with_stem("mpich"))
+    set_all(monkeypatch, SHELL.with_stem("mpich"), pmi)
     assert run(monkeypatch, "--show-config") == 0
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("PMI_RANK", "0")
@@ -184,7 +201,7 @@ def test_flags_of_horovodrun_without_effect_are_told_once(capsys: pytest.Capture
         " --mpi has no effect",
         " --gloo has no effect",
     ]
-    parse([*flags, "x.py"], under_mpiexec=True)
+    parse([*flags, "x.py"], under_mpiexec=True, tells=False)
     assert capsys.readouterr().err == ""
 
 
@@ -208,8 +225,7 @@ def test_the_names_of_the_timestamp(flag: str) -> None:
             ("--hostfile", "/gone"),
             "--hostfile: cannot read /gone: [Errno 2] No such file or directory: '/gone'",
         ),
-        (("-n", "2", "--warm", "init"), "--warm is for elastic jobs: give --min-np too"),
-        (("--slots-per-host", "0"), "argument --slots-per-host: must be at least 1, not 0"),
+        (("--slots-per-host", "0"), "argument --slots-per-host/--slots: must be at least 1, not 0"),
         (
             ("--jsrun",),
             "argument --jsrun: jsrun starts the ranks itself: jsrun -n N python -m pyhvd.run script.py",
@@ -229,3 +245,13 @@ def test_bad_usage(
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, *arguments, "x.py")
     assert capsys.readouterr().err.splitlines()[-1] == f"pyhvdrun: error: {message}"
+
+
+def test_a_child_of_a_rank_starts_jobs(
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, pmi: socket.socket
+) -> None:
+    """It has the rank's variables, but not the rank's line to its launcher."""
+    set_all(monkeypatch, SHELL.with_stem("mpich"), pmi)
+    pmi.close()
+    assert run(monkeypatch, "-n", "2", "x.py") == 7
+    assert len(started) == 1

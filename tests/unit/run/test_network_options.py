@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from pyhvd.job.agent.program_process import Program, program_environment
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.messages import Start
-from pyhvd.job.network_choice import Wanted
-from pyhvd.job.network_plans import Wish
-from pyhvd.job.program_process import Program, program_environment
+from pyhvd.job.network.network_choice import Wanted
+from pyhvd.job.network.network_plans import Wish
 from pyhvd.run.cli import parse
-from pyhvd.run.hosts import Host, HostSeats, Seats
-from pyhvd.run.many_hosts import wanted_network
+from pyhvd.run.hosts.hosts import Host, HostRanks, JobHosts
+from pyhvd.run.launchers.many_hosts import wanted_network
 
 
 def wanted(*arguments: str, cluster: str = "") -> Wanted:
-    hosts = tuple(HostSeats(Host(f"h{k}", 1), range(k, k + 1), own=False) for k in range(2))
+    hosts = tuple(HostRanks(Host(f"h{k}", 1), range(k, k + 1), own=False) for k in range(2))
     options = parse([*arguments, "x.py"], under_mpiexec=False)
-    return wanted_network(options, Seats(hosts, "ssh", cluster))
+    return wanted_network(options, JobHosts(hosts, "ssh", cluster))
 
 
 def test_the_flag_the_cluster_or_neither_names_interfaces() -> None:

@@ -22,7 +22,7 @@ from pyhvd.spark import SGD, Store
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.errors import DataError, SparkError
 from pyhvd.spark.ml import settings
-from pyhvd.spark.ml.model_metadata import Description
+from pyhvd.spark.ml.model_metadata import ModelDescription
 from pyhvd.spark.ml.numpy_trainer import NumpyTrainer
 from pyhvd.spark.ml.prediction import as_trained, describe_outputs, spark_type, widened
 from pyhvd.spark.ml.runs import Run
@@ -218,12 +218,12 @@ def test_widening_keeps_every_value(dtype: str) -> None:
     [(None, []), ([{"loss": 1.5}, {"loss": None}], [{"loss": 1.5}, {"loss": math.nan}])],
 )
 def test_a_history_in_its_older_forms(older: Any, expected: Any) -> None:
-    said = Description((Column("x", "float32", (2,)),), (Column("0", "float64"),), ("y",), 8, [], "run")
+    said = ModelDescription((Column("x", "float32", (2,)),), (Column("0", "float64"),), ("y",), 8, [], "run")
     written = json.loads(said.encode()) | {"history": older}
-    assert repr(Description.decode(json.dumps(written).encode()).history) == repr(expected)
+    assert repr(ModelDescription.decode(json.dumps(written).encode()).history) == repr(expected)
     for damaged in ("no list", [7], [{"loss": "low"}]):
         with pytest.raises(msgspec.DecodeError, match="history"):
-            Description.decode(json.dumps(written | {"history": damaged}).encode())
+            ModelDescription.decode(json.dumps(written | {"history": damaged}).encode())
 
 
 def test_data_that_cannot_be_removed_cost_neither_the_model_nor_the_first_error(
@@ -239,8 +239,10 @@ def test_data_that_cannot_be_removed_cost_neither_the_model_nor_the_first_error(
 
 def test_a_history_that_has_diverged_survives_its_file() -> None:
     history = [{"loss": 1.5, "val_loss": float("inf")}, {"loss": float("nan"), "val_loss": -float("inf")}]
-    said = Description((Column("x", "float32", (2,)),), (Column("0", "float64"),), ("y",), 8, history, "run")
-    assert repr(Description.decode(said.encode())) == repr(said)
+    said = ModelDescription(
+        (Column("x", "float32", (2,)),), (Column("0", "float64"),), ("y",), 8, history, "run"
+    )
+    assert repr(ModelDescription.decode(said.encode())) == repr(said)
 
 
 def test_a_feature_must_be_what_the_model_was_trained_on() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 from pyhvd.spark.data import manifest
 from pyhvd.spark.data.folder import absolute
-from pyhvd.spark.data.manifest import Column, Dataset, Part
-from pyhvd.spark.data.shard import Plan, Shard, shard
+from pyhvd.spark.data.manifest import Column, DataFile, Dataset
+from pyhvd.spark.data.shard import BatchPlan, Shard, shard
 from pyhvd.spark.data.shares import MIXED, draw, pieces, read_order, share
 from pyhvd.spark.errors import DataError
 
@@ -38,7 +38,7 @@ class Rows:
         return {"row": rows, "pair": np.stack([rows, -rows], axis=1)}
 
     def shard(self, rank: int, total: int, rows: int, batch_size: int, shuffle: bool, **more: bool) -> Shard:
-        plan = Plan(batch_size, shuffle, 3, more.get("cache", False))
+        plan = BatchPlan(batch_size, shuffle, 3, more.get("cache", False))
         return Shard(self, self.columns, rank=rank, total_rows=total, rows=rows, plan=plan)
 
 
@@ -145,7 +145,8 @@ def test_what_loading_raises_comes_out() -> None:
 
 
 DATASET = Dataset(
-    (Column("pixels", "float64", (64,)), Column("label", "int64")), (Part("a", (3, 4)), Part("b", (2,)))
+    (Column("pixels", "float64", (64,)), Column("label", "int64")),
+    (DataFile("a", (3, 4)), DataFile("b", (2,))),
 )
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 
 from pyhvd.run.check_build import MpiFacts
+from pyhvd.run.cuda_facts import CudaDevice, CudaFacts
 from pyhvd.tools.doctor.advice import Finding, examine
-from pyhvd.tools.doctor.facts import Cores, Facts, Limits, Memory, Shared
-from pyhvd.tools.doctor.gpus import CudaDevice, CudaFacts
+from pyhvd.tools.doctor.facts import Cores, DoctorFacts, HostMemory, Limits, Shared
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, RankFacts, RingFacts, Trial, TrialFacts
 
 MIB, GIB = 1 << 20, 1 << 30
 
 CORES = list(range(8))
 
-GOOD = Facts(
+GOOD = DoctorFacts(
     host="node1",
     system="Linux 6.1 x86_64",
     processor="A fast one",
@@ -33,7 +33,7 @@ GOOD = Facts(
     shared_per_rank=820_000,
     shared_across=3_200_000,
     cores=Cores(8, 8),
-    memory=Memory(32 * GIB, 20 * GIB),
+    memory=HostMemory(32 * GIB, 20 * GIB),
     packages={"rich": "15.0", "torch": ""},
     limits=Limits(4096, None),
 )

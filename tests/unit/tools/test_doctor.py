@@ -18,19 +18,19 @@ import msgspec
 import pytest
 
 from pyhvd import __main__ as dispatcher, __version__
+from pyhvd.common.units import size, span
 from pyhvd.job.mpi.flavour import INSTALL
-from pyhvd.run import check_build
-from pyhvd.run.check_build import Importable, MpiFacts, alone, describe_build, probe_mpi, try_import
+from pyhvd.run import check_build, cuda_facts
+from pyhvd.run.check_build import MpiFacts, alone, describe_build, probe_mpi
+from pyhvd.run.cuda_facts import CudaFacts
 from pyhvd.run.horovod_name import HorovodName
-from pyhvd.tools.doctor import facts as gathering, gpus
+from pyhvd.tools.doctor import facts as gathering
 from pyhvd.tools.doctor.advice import Finding, Level, examine, rate
-from pyhvd.tools.doctor.facts import OPTIONAL, Memory, Shared
-from pyhvd.tools.doctor.gpus import CudaFacts
+from pyhvd.tools.doctor.facts import OPTIONAL, HostMemory, Shared
 from pyhvd.tools.doctor.ranks import offset_of
 from pyhvd.tools.doctor.screen import Report, plain, show, trial_rows
 from pyhvd.tools.doctor.trial import read_stages
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LinkFacts, RankFacts, RingFacts, Trial
-from pyhvd.tools.units import size, span
 from tests.unit.observe.recordings import MS, Recording, Skew
 from tests.unit.tools.doctor_cases import CORES, CUDA, FOUND, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
 
@@ -226,7 +226,7 @@ def test_notes_alone_leave_the_exit_code_at_0() -> None:
 
 
 def test_each_of_several_hosts_has_its_table() -> None:
-    other = replace(GOOD, host="node2", memory=Memory(GIB, MIB))
+    other = replace(GOOD, host="node2", memory=HostMemory(GIB, MIB))
     findings = {"node1": examine(GOOD, 1, GOOD_TRIAL), "node2": examine(other, 1)}
     text = plain(Report([GOOD, other], findings, GOOD_TRIAL))
     assert "NOTE (memory on node2): only 1 MiB are available" in text
@@ -285,7 +285,7 @@ def test_links_are_shown_with_their_addresses() -> None:
 
 
 def test_a_report_is_json() -> None:
-    report = Report([GOOD], {"node1": found(memory=Memory(GIB, MIB))}, GOOD_TRIAL)
+    report = Report([GOOD], {"node1": found(memory=HostMemory(GIB, MIB))}, GOOD_TRIAL)
     data = msgspec.json.decode(msgspec.json.encode(report))
     assert data["hosts"][0]["mpi"]["library"] == "MPICH 5.0.2"
     assert data["findings"]["node1"][0]["level"] == "note"
@@ -325,28 +325,28 @@ def test_the_way_that_arrays_on_gpus_would_take(changes: dict[str, Any], way: st
 
 def test_cuda_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The child reports a CuPy that works, one that cannot be imported, and one that crashes or hangs."""
-    found_here = gpus.probe_cuda()
+    found_here = cuda_facts.probe_cuda()
     assert isinstance(found_here, CudaFacts)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")
     fake = tmp_path / "cupy.py"
     fake.write_text("raise ImportError('libcudart.so.13: no such file')")
-    assert gpus.probe_cuda().errors == {"CuPy": "cannot be imported: libcudart.so.13: no such file"}
+    assert cuda_facts.probe_cuda().errors == {"CuPy": "cannot be imported: libcudart.so.13: no such file"}
     fake.write_text("import os; os._exit(3)")
-    assert gpus.probe_cuda().errors == {"CuPy": "the process that asked it ended with 3: no word"}
+    assert cuda_facts.probe_cuda().errors == {"CuPy": "the process that asked it ended with 3: no word"}
     fake.write_text("import time; time.sleep(60)")
-    assert gpus.probe_cuda(0.5).errors == {"CuPy": "has not said what it sees within 0.5 s"}
+    assert cuda_facts.probe_cuda(0.5).errors == {"CuPy": "has not said what it sees within 0.5 s"}
     fake.write_text(CUPY)
-    assert gpus.probe_cuda() == CudaFacts(
+    assert cuda_facts.probe_cuda() == CudaFacts(
         "14.2.0",
         "13.1",
         "13.0",
         "13.0",
         "2.32.3",
-        [gpus.CudaDevice("H200", 5, "9.0")],
+        [cuda_facts.CudaDevice("H200", 5, "9.0")],
         {},
     )
     fake.write_text(CUPY.replace("13010", "0").replace("available = True", ""))
-    seen = gpus.probe_cuda()
+    seen = cuda_facts.probe_cuda()
     assert (seen.driver, seen.nccl, list(seen.errors)) == ("", "", ["NCCL"])
 
 
@@ -402,44 +402,38 @@ MPI:
 
 import horovod:
     none: pip install pyhvd-horovod, or pyhvdrun --as-horovod"""
-FRAMEWORKS = [
-    Importable("numpy", True, "2.4.6"),
-    Importable("cupy", True, "13.6"),
-    Importable("torch", False, "ModuleNotFoundError: No module named 'torch'"),
-]
-NO_NCCL = Importable("NCCL", False, "CuPy finds none")
+WITH_CUPY = CudaFacts(cupy="13.6")
+VERSIONS = {"numpy": "2.4.6", "torch": ""}
 
 
 def test_check_build_in_horovods_form() -> None:
-    assert (
-        describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, False, HorovodName()).replace(__version__, "VERSION")
-        == BUILD
-    )
+    text = describe_build(GOOD.mpi, WITH_CUPY, VERSIONS, False, HorovodName())
+    assert text.replace(__version__, "VERSION") == BUILD
 
 
 def test_check_build_says_why() -> None:
-    text = describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, True, HorovodName())
+    text = describe_build(GOOD.mpi, WITH_CUPY, VERSIONS, True, HorovodName())
     assert "[X] numpy  (2.4.6)" in text
+    assert "[X] cupy  (13.6)" in text
     assert "[ ] NCCL  (CuPy finds none)" in text
-    assert "[ ] torch  (ModuleNotFoundError: No module named 'torch')" in text
+    assert "[ ] torch  (not installed)" in text
     assert "MPICH 5.0.2 (system, /l/libmpi.so)" in text
-    with_nccl = describe_build(GOOD.mpi, FRAMEWORKS, Importable("NCCL", True, "22304"), True, HorovodName())
-    assert "[X] NCCL  (22304)" in with_nccl
+    more = {"numpy": "2.4.6", "torch": "2.9"}
+    text = describe_build(GOOD.mpi, replace(WITH_CUPY, nccl="2.23.4"), more, True, HorovodName())
+    assert "[X] NCCL  (2.23.4)" in text
+    assert "[X] torch  (2.9: CPU tensors, and by CuPy CUDA tensors, neither with a copy)" in text
+    broken = CudaFacts(errors={"CuPy": "cannot be imported: no libcudart.so"})
+    text = describe_build(GOOD.mpi, broken, VERSIONS, True, HorovodName())
+    assert "[ ] cupy  (cannot be imported: no libcudart.so)" in text
 
 
 def test_check_build_without_mpi() -> None:
-    text = describe_build(
-        MpiFacts(error="importing mpi4py failed (no module)"), FRAMEWORKS, NO_NCCL, False, HorovodName()
-    )
+    mpi = MpiFacts(error="importing mpi4py failed (no module)")
+    text = describe_build(mpi, WITH_CUPY, VERSIONS, False, HorovodName())
     assert "[ ] MPI" in text
     assert "[X] MPI" not in text
     assert "mpi4py not found" in text
     assert "error: importing mpi4py failed (no module)" in text
-
-
-def test_check_build_says_what_torch_is_for() -> None:
-    text = describe_build(GOOD.mpi, [Importable("torch", True, "2.9")], NO_NCCL, True, HorovodName())
-    assert "[X] torch  (2.9: CPU tensors, and by CuPy CUDA tensors, neither with a copy)" in text
 
 
 def _probe_that_says(
@@ -483,22 +477,6 @@ def test_a_library_of_this_python_that_no_wheel_brought(
     monkeypatch.setattr(importlib.metadata, "version", unknown)
     _probe_that_says(monkeypatch, tmp_path, "", DONE | {"path": f"{sys.prefix}/lib/libmpi.so.12"})
     assert probe_mpi().origin == f"of {sys.prefix}"
-
-
-@pytest.mark.parametrize(
-    ("source", "seconds", "reason"),
-    [
-        ("import time; time.sleep(60)", 0.5, "its import has not ended within 0.5 s"),
-        ("raise ImportError('no libfoo.so')", 60.0, "ImportError: no libfoo.so"),
-        ("import os; os._exit(3)", 60.0, "exited with code 3"),
-    ],
-)
-def test_a_package_whose_import_does_not_work(
-    source: str, seconds: float, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "broken.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert try_import("broken", seconds) == Importable("broken", False, reason)
 
 
 # -- python -m pyhvd ---------------------------------------------------------------------------

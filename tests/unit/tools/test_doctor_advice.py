@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pyhvd.run.cuda_facts import CudaFacts
 from pyhvd.tools.doctor.advice import Level
-from pyhvd.tools.doctor.facts import Cores, Limits, Memory, Shared
-from pyhvd.tools.doctor.gpus import CudaFacts
+from pyhvd.tools.doctor.facts import Cores, HostMemory, Limits, Shared
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, LinkFacts, RankFacts, RingFacts, Trial
 from tests.unit.tools.doctor_cases import CUDA, FOUND, GIB, GOOD, MIB, found, only, trial_with
 
@@ -124,11 +124,11 @@ HOSTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
         ),
     ),
     (
-        {"memory": Memory(32 * GIB, 100 * MIB)},
+        {"memory": HostMemory(32 * GIB, 100 * MIB)},
         ("note", "memory", "only 100 MiB are available: a job may be killed for want of it"),
     ),
     (
-        {"memory": Memory(32 * GIB, 20 * GIB, 512 * MIB)},
+        {"memory": HostMemory(32 * GIB, 20 * GIB, 512 * MIB)},
         ("note", "memory", "the cgroup allows 512 MiB: raise the container's memory limit"),
     ),
     (
@@ -362,5 +362,5 @@ def test_between_hosts_the_network_is_the_limit() -> None:
 
 
 def test_problems_come_first() -> None:
-    both = found(memory=Memory(GIB, MIB), mpiexec_error="none")
+    both = found(memory=HostMemory(GIB, MIB), mpiexec_error="none")
     assert [finding.level for finding in both] == [Level.PROBLEM, Level.NOTE]

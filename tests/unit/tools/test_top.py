@@ -20,7 +20,7 @@ from pyhvd.observe.endpoint_files import RankFile, write_file
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.tools import scraping, top
-from pyhvd.tools.scraping import HostRow, Reading, Row, Scrape, host_rates, parse, rates, scrape
+from pyhvd.tools.scraping import HostRow, MetricsReading, RateRow, Scrape, host_rates, parse, rates, scrape
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +46,13 @@ def url(endpoint: Endpoint) -> str:
     return f"http://127.0.0.1:{endpoint.port}/metrics"
 
 
-def reading(rank: int, when: float, **samples: float) -> Reading:
+def reading(rank: int, when: float, **samples: float) -> MetricsReading:
     """Return a reading; samples are written name__label__value=number."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for name, value in samples.items():
         metric, *label = name.split("__")
         found.setdefault(f"pyhvd_{metric}", {})[(tuple(label),) if label else ()] = value  # type: ignore[index]
-    return Reading(when, rank, 2, "train-1", found)
+    return MetricsReading(when, rank, 2, "train-1", found)
 
 
 def test_rates() -> None:
@@ -87,7 +87,7 @@ def test_rates() -> None:
     )
 
 
-def host_readings() -> tuple[list[Reading], list[Reading]]:
+def host_readings() -> tuple[list[MetricsReading], list[MetricsReading]]:
     """Return readings of ranks 0 and 1 on h0, and 2 on h1, 2 s apart."""
     sent, received = "link_sent_bytes_total__other_host__", "link_received_bytes_total__other_host__"
     before, after = [], []
@@ -198,7 +198,7 @@ def test_what_is_no_rank_counts_as_gone() -> None:
     ],
 )
 def test_what_only_looks_like_a_rank_counts_as_gone(wrong: str) -> None:
-    assert parse(_INFO, 0.0) == Reading(0.0, 0, 2, "j", {"pyhvd_info": {_LABELS: 1.0}})
+    assert parse(_INFO, 0.0) == MetricsReading(0.0, 0, 2, "j", {"pyhvd_info": {_LABELS: 1.0}})
     assert parse(wrong, 0.0) is None
 
 
@@ -266,7 +266,7 @@ def test_ways_to_say_which(endpoint: Endpoint, where: str, capsys: pytest.Captur
     assert top.main([where, given, "--once", "--json", "--interval", "0.05"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["job"], [row["rank"] for row in told["ranks"]]) == ("train-1", [0])
-    assert told["ranks"][0].keys() == {*Row.__dataclass_fields__}
+    assert told["ranks"][0].keys() == {*RateRow.__dataclass_fields__}
 
 
 def test_no_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,7 +309,7 @@ def test_bad_flags(arguments: str, says: str, capsys: pytest.CaptureFixture[str]
 
 def test_what_a_rank_tells_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
-    row = Row("train", 0, 1.0, 2.0, 3.0, None, 0.0, 0, 0, lanes={"[/b]": 100.0})
+    row = RateRow("train", 0, 1.0, 2.0, 3.0, None, 0.0, 0, 0, lanes={"[/b]": 100.0})
     with top._rich_screen() as show:
         show("[/i]: 1 of 1 ranks", [row], [HostRow("[/u]", 1e6, 2e6, 0.0)])
     shown = capsys.readouterr().out

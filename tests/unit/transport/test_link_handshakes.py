@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from pyhvd.transport.link_handshakes import Handshakes
-from pyhvd.transport.link_layout import Kind, Role
+from pyhvd.transport.link_layout import Kind, LinkRole
 from pyhvd.transport.tcp.connection import Address, connect, listen, new_key
 
 KEY = new_key()
-ROLE = Role(Kind.RAIL, 2, 0, 1)
+ROLE = LinkRole(Kind.RAIL, 2, 0, 1)
 LONG = 60.0
 SHORT = 1.0
 
@@ -47,10 +47,10 @@ def refusing() -> Address:
 class Server(threading.Thread):
     """Accepts in its own thread."""
 
-    def __init__(self, listener: socket.socket, role: Role = ROLE, key: bytes = KEY, limit: float = LONG):
+    def __init__(self, listener: socket.socket, role: LinkRole = ROLE, key: bytes = KEY, limit: float = LONG):
         super().__init__(daemon=True)
-        self.made: dict[Role, socket.socket] = {}
-        self.missing: dict[Role, str] = {}
+        self.made: dict[LinkRole, socket.socket] = {}
+        self.missing: dict[LinkRole, str] = {}
         self._handshakes = Handshakes(key, [listener], {role}, {})
         self._limit = limit
         self.start()
@@ -60,15 +60,15 @@ class Server(threading.Thread):
             self.missing = handshakes.run(time.monotonic() + self._limit)
         self.made = handshakes.made
 
-    def end(self) -> dict[Role, socket.socket]:
+    def end(self) -> dict[LinkRole, socket.socket]:
         self.join(LONG)
         assert not self.is_alive()
         return self.made
 
 
 def dial(
-    addresses: Sequence[Address], role: Role = ROLE, key: bytes = KEY, limit: float = LONG
-) -> tuple[dict[Role, socket.socket], dict[Role, str]]:
+    addresses: Sequence[Address], role: LinkRole = ROLE, key: bytes = KEY, limit: float = LONG
+) -> tuple[dict[LinkRole, socket.socket], dict[LinkRole, str]]:
     with Handshakes(key, [], set(), {role: addresses}) as handshakes:
         missing = handshakes.run(time.monotonic() + limit)
     return handshakes.made, missing
@@ -138,7 +138,7 @@ def test_a_peer_with_another_key_gets_nothing(listener: socket.socket) -> None:
     assert server.end() == {}
 
 
-def packed(role: Role) -> bytes:
+def packed(role: LinkRole) -> bytes:
     return struct.pack("!BIII", *role)
 
 
@@ -233,7 +233,7 @@ def test_a_peer_that_comes_again_gets_the_newer_connection(listener: socket.sock
 
 
 def test_many_connections_at_once(listener: socket.socket) -> None:
-    roles = {Role(Kind.RAIL, k, 0, g) for k in range(10) for g in range(1, 13)}
+    roles = {LinkRole(Kind.RAIL, k, 0, g) for k in range(10) for g in range(1, 13)}
     handshakes = Handshakes(KEY, [listener], roles, {})
     thread = threading.Thread(target=handshakes.run, args=(time.monotonic() + LONG,))
     thread.start()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pyhvd.transport.link_layout import Kind, Layout, Role, parents_of
+from pyhvd.transport.link_layout import Kind, Layout, LinkRole, parents_of
 
 LAYOUTS = {
     "2x1": [0, 1],
@@ -24,10 +24,10 @@ def test_each_connection_has_two_ends_that_name_each_other(nodes: list[int]) -> 
     layouts = [Layout(rank, nodes, agreement=True) for rank in range(len(nodes))]
     hosts, slices = layouts[0].hosts, layouts[0].slices
     pairs = list(itertools.combinations(range(hosts), 2))
-    expected = {Role(Kind.RAIL, k, a, b) for k in range(slices) for a, b in pairs}
+    expected = {LinkRole(Kind.RAIL, k, a, b) for k in range(slices) for a, b in pairs}
     parents = parents_of(hosts)
     near = [(a, b) for a, b in pairs if parents[b] == a or parents[a] == parents[b] == -1]
-    expected |= {Role(Kind.AGREEMENT, 0, a, b) for a, b in near}
+    expected |= {LinkRole(Kind.AGREEMENT, 0, a, b) for a, b in near}
     assert {role for layout in layouts for role in layout.peers} == expected
     for rank, layout in enumerate(layouts):
         for role, peer in layout.peers.items():

@@ -13,7 +13,7 @@ from pyhvd.job.messages import FromProgram, RankProxy, StartDaemon
 from pyhvd.job.mpi.openmpi.rank_proxy import PYTHON
 from pyhvd.job.mpi.openmpi.served_command import ServedCommand
 from pyhvd.job.mpi.openmpi.settings import root_settings
-from pyhvd.job.rank_process import own_environment
+from pyhvd.job.mpi.rank_env import own_environment
 from pyhvd.transport.tcp.connection import Connection
 
 # On SIGTERM, the daemon removes its ranks' shared memory.

@@ -23,7 +23,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from pyhvd.common.text import list_hosts
 from pyhvd.job.connections import Peer
@@ -45,16 +44,11 @@ from pyhvd.job.mpi.openmpi.local_server import tell
 from pyhvd.job.mpi.openmpi.rank_proxy import PYTHON
 from pyhvd.job.mpi.openmpi.served_command import ServedCommand
 from pyhvd.job.mpi.openmpi.settings import PARAMETERS, mpiexec_settings
-from pyhvd.job.mpi.pmi import Barrier, PmiError
-from pyhvd.job.mpi.rank_env import OF_RANKS, OPENMPI, without
-from pyhvd.job.placement import RankPlacement, assign
+from pyhvd.job.mpi.rank_env import OF_CLUSTERS, OF_RANKS, OPENMPI, without
+from pyhvd.job.mpi.rendezvous import Driver, RankPlacement, Rendezvous, assign
 from pyhvd.job.process.exit_report import ENDED, SIGNAL
 from pyhvd.job.process.signals import describe_exit, shell_code
-from pyhvd.job.rendezvous import Rendezvous
 from pyhvd.transport.tcp.connection import Connection
-
-if TYPE_CHECKING:
-    from pyhvd.job.driver import DriverService
 
 # This many last characters of mpiexec's output are shown if it fails.
 _LAST_OUTPUT = 4000
@@ -115,7 +109,7 @@ def environment(environ: Mapping[str, str], settings: Mapping[str, str] = {}) ->
     Open MPI's parameters in `settings` replace those in `environ`.
     """
     # The driver may itself be part of a job or an allocation, which are not this job's.
-    env = without(environ, *OF_RANKS, "SLURM_", "LSB_", "PBS_")
+    env = without(environ, *OF_RANKS, *OF_CLUSTERS)
     env |= {name: value for name, value in settings.items() if name.startswith(PARAMETERS)}
     env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
     return mpiexec_settings("slot", env) | env
@@ -156,7 +150,7 @@ class MpiexecRendezvous(Rendezvous):
         self._settings = settings
         self._show = show
         self._process: ServedCommand | None = None
-        self._seats: dict[str, list[Member]] = {}  # the agent of each local rank, by the host's name
+        self._placed: dict[str, list[Member]] = {}  # the agent of each local rank, by the host's name
         self._size = 0
         self._agents: dict[int, Connection] = {}  # by the index of the agent that runs the daemon
         self._proxies: dict[int, tuple[str, RankProxy]] = {}  # with the host's name, by rank
@@ -166,7 +160,7 @@ class MpiexecRendezvous(Rendezvous):
         self._tidy_at = math.inf
         self._stopped = False
 
-    def begin(self, driver: DriverService, groups: Sequence[Sequence[Member]]) -> None:
+    def begin(self, driver: Driver, groups: Sequence[Sequence[Member]]) -> None:
         """Start mpiexec.
 
         Raises
@@ -175,12 +169,11 @@ class MpiexecRendezvous(Rendezvous):
             Two hosts have the same name, or mpiexec cannot be started.
         """
         self._driver = driver
-        self._seats = {
+        self._placed = {
             host_name(group[0]): [member for member in group for _ in range(member.slots)] for group in groups
         }
-        hosts = {name: len(seats) for name, seats in self._seats.items()}
+        hosts = {name: len(placed) for name, placed in self._placed.items()}
         self._size = sum(hosts.values())
-        self._barrier = Barrier(self._size)
         _check_names([group[0].host for group in groups])
         command = command_line(self._mpiexec, hosts, self._extra)
         env = environment(os.environ, self._settings)
@@ -200,11 +193,11 @@ class MpiexecRendezvous(Rendezvous):
         if len(self._proxies) < self._size:
             return []
         proxies = [self._proxies[rank] for rank in range(self._size)]
-        return assign(self._seats[host][proxy.local_rank] for host, proxy in proxies)
+        return assign(self._placed[host][proxy.local_rank] for host, proxy in proxies)
 
     def waits_for(self) -> str:
         started = Counter(host for host, _ in self._proxies.values())
-        lacking = [seats[0].host for name, seats in self._seats.items() if started[name] < len(seats)]
+        lacking = [placed[0].host for name, placed in self._placed.items() if started[name] < len(placed)]
         return (
             f"{self._mpiexec} has not started all ranks on {list_hosts(lacking)}. Its daemons there must be"
             f" able to connect to any port of this host, {socket.gethostname()}{self._quote()}"
@@ -212,15 +205,6 @@ class MpiexecRendezvous(Rendezvous):
 
     def variables(self, rank: int) -> Mapping[str, str]:
         return self._proxies[rank][1].env
-
-    def enter(self, rank: int) -> None:
-        """Note that a rank is about to wait for the others in MPI_Init."""
-        try:
-            if self._barrier.enter(rank):
-                for each in self._proxies:
-                    self._barrier.release(each)
-        except PmiError as exc:
-            self._driver.blame(rank, f"cannot continue: {exc}", 1)
 
     def hear(self, peer: Peer, message: FromAgent) -> None:
         """Handle an agent's message about a daemon or a rank proxy."""
@@ -240,10 +224,6 @@ class MpiexecRendezvous(Rendezvous):
             self._tidy_at = time.monotonic() + _TIDY_S
             for index in self._agents:
                 self._driver.tell_agent(index, Exit(0))
-        try:
-            self._barrier.leave(rank)
-        except PmiError as exc:
-            self._driver.blame(rank, f"ended too early: {exc}", 1)
 
     def check(self, now: float) -> None:
         """End mpiexec and its daemons if they still run long after the ranks."""
@@ -274,26 +254,31 @@ class MpiexecRendezvous(Rendezvous):
 
     def _launch(self, agent: Connection, wanted: FromProgram) -> None:
         """Have a host's first agent run the daemon that a launch agent asks for."""
-        seats = self._seats.get(wanted.host) if isinstance(wanted, Launch) else None
-        if not isinstance(wanted, Launch) or seats is None or seats[0].index in self._agents or self._stopped:
+        placed = self._placed.get(wanted.host) if isinstance(wanted, Launch) else None
+        if (
+            not isinstance(wanted, Launch)
+            or placed is None
+            or placed[0].index in self._agents
+            or self._stopped
+        ):
             tell(agent, Exit(1))
             return
-        index = seats[0].index
+        index = placed[0].index
         self._agents[index] = agent
         prefix = os.path.dirname(os.path.dirname(self._mpiexec))
         self._driver.tell_agent(index, StartDaemon(wanted.command, prefix, self._executable))
 
     def _add_proxy(self, host: str, proxy: RankProxy) -> None:
-        seats = self._seats[host]
+        placed = self._placed[host]
         taken = {(other_host, other.local_rank) for other_host, other in self._proxies.values()}
         is_new = proxy.rank not in self._proxies and (host, proxy.local_rank) not in taken
-        if is_new and proxy.rank in range(self._size) and proxy.local_rank in range(len(seats)):
+        if is_new and proxy.rank in range(self._size) and proxy.local_rank in range(len(placed)):
             self._proxies[proxy.rank] = host, proxy
             return
         self._driver.blame(
             -1,
             f"mpiexec wants rank {proxy.rank} of {self._size} to be local rank {proxy.local_rank} on host"
-            f" {seats[0].host}, which has {len(seats)} of the job's ranks: check the arguments for mpiexec",
+            f" {placed[0].host}, which has {len(placed)} of the job's ranks: check the arguments for mpiexec",
             1,
         )
 

@@ -68,8 +68,8 @@ static inline void pyhvd_observe_shared(pyhvd_histogram *h, uint64_t value) {
     atomic_fetch_add_explicit(&h->sum, value, memory_order_relaxed);
 }
 
-static inline int pyhvd_is_timed(const pyhvd_counters *tally) {
-    return atomic_load_explicit(&tally->timed, memory_order_relaxed) != 0;
+static inline int pyhvd_is_timed(const pyhvd_counters *counters) {
+    return atomic_load_explicit(&counters->timed, memory_order_relaxed) != 0;
 }
 
 #endif

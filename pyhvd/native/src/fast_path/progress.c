@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "common/cpu_affinity.h"
-#include "fast_path/agreement.h"
+#include "agreement/agreement.h"
 #include "kernels/kernels.h"
 
 #define GATHER_NS 50000 /* between two checks whether calls still arrive */
@@ -398,7 +398,7 @@ void pyhvd_fast_path_settle(pyhvd_fast_path *path, pyhvd_call *call) {
 /* A rank has aborted the window of a set, or another host is lost: close this rank's path. */
 static void give_up(pyhvd_fast_path *path, uint32_t set) {
     atomic_store_explicit(&path->aborted, set + 1, memory_order_release);
-    pyhvd_fast_path_shut(path);
+    pyhvd_fast_path_end(path);
     wake_background(path, PYHVD_WAKE_ABORTED);
 }
 
@@ -711,7 +711,7 @@ static void refuse_recalled(pyhvd_fast_path *path) {
     pthread_mutex_unlock(&s->mutex);
 }
 
-uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns) {
+uint32_t pyhvd_fast_path_sleep(pyhvd_fast_path *path, int64_t ns) {
     int awaits_list = path->setup.table.agreement && path->background.known_list;
     if (awaits_list && (ns < 0 || ns > LIST_LOOK_NS)) ns = LIST_LOOK_NS;
     int64_t until = pyhvd_after(ns);
@@ -752,11 +752,11 @@ void pyhvd_fast_path_leave(pyhvd_fast_path *path) {
     stop_progress(path, PYHVD_IDLING);
 }
 
-void pyhvd_fast_path_seize(pyhvd_fast_path *path) {
+void pyhvd_fast_path_keep_lock(pyhvd_fast_path *path) {
     while (!try_lock_progress(path)) pyhvd_nap(GATHER_NS);
 }
 
-void pyhvd_fast_path_shut(pyhvd_fast_path *path) {
+void pyhvd_fast_path_end(pyhvd_fast_path *path) {
     atomic_store_explicit(&path->closed, 1, memory_order_release);
     wake_waiters(path);
     wake_progress(path);

@@ -51,7 +51,7 @@
 #include "common/counters.h"
 #include "common/prefetch.h"
 #include "common/sampler.h"
-#include "fast_path/ready_table.h"
+#include "agreement/ready_table.h"
 
 #include <pthread.h>
 
@@ -59,17 +59,6 @@ enum { PYHVD_IDLE, PYHVD_HELD, PYHVD_MARKED, PYHVD_REFUSED, PYHVD_TAKEN };
 
 /* Whether all tensors of a grouped call fit into one batch; computed when first needed. */
 enum { PYHVD_UNKNOWN, PYHVD_ALIKE, PYHVD_UNLIKE };
-
-/* Reasons to wake the background thread. */
-enum {
-    PYHVD_WAKE_WORK = 1,      /* Python has work of its own */
-    PYHVD_WAKE_LIST = 2,      /* a response list is next in the log */
-    PYHVD_WAKE_REFUSED = 4,   /* a call was refused */
-    PYHVD_WAKE_DONE = 8,      /* a call has ended that has a callback */
-    PYHVD_WAKE_ABORTED = 16,  /* a window was aborted */
-    PYHVD_WAKE_LOST = 32,     /* another host is lost, or has sent a note */
-    PYHVD_WAKE_RECALLED = 64, /* marks were recalled: their calls are refused now */
-};
 
 /* Why a function that makes progress returned. */
 enum {
@@ -190,6 +179,7 @@ typedef struct {
     _Atomic uint32_t background_watches; /* whether the background thread soon looks by itself */
     /* futex word of threads without the progress lock; how many sleep on it */
     _Atomic uint32_t wakeups, waiters;
+    _Atomic uint32_t long_waits;     /* threads that have waited for PYHVD_NAP and still do */
     _Atomic int64_t offers_again_ns; /* when a thread that polls offers its core again */
     _Atomic uint32_t closed;
     /* 1 + the set whose window was aborted, 1 + PYHVD_MAX_SETS if another host is lost, or 0; stored
@@ -271,6 +261,16 @@ static inline void pyhvd_fast_path_waited(pyhvd_fast_path *path, int64_t began) 
         pyhvd_observe_shared(&path->counters.waits, (uint64_t)(pyhvd_now() - began));
 }
 
+/* Count a thread that has waited for PYHVD_NAP: 1 when it goes on, -1 when it ends. */
+static inline void pyhvd_fast_path_wait_longer(pyhvd_fast_path *path, int change) {
+    atomic_fetch_add_explicit(&path->long_waits, (uint32_t)change, memory_order_relaxed);
+}
+
+/* Return how many threads have waited for long. */
+static inline uint32_t pyhvd_fast_path_long_waits(pyhvd_fast_path *path) {
+    return atomic_load_explicit(&path->long_waits, memory_order_relaxed);
+}
+
 /* Offer the core to other threads, which may be ranks that have yet to submit: a thread has polled a
  * call in vain. It then keeps the core for as long as others had it. So a thread that polls and
  * computes in turn gives away half of its time at most. */
@@ -303,7 +303,7 @@ static inline int pyhvd_call_notify(pyhvd_call *call, uint64_t turn) {
 
 /* Sleep; meanwhile flush, and make progress while no thread waits. Return the reasons of a wake-up,
  * or 0 when `ns` (negative: no limit) have passed. */
-uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns);
+uint32_t pyhvd_fast_path_sleep(pyhvd_fast_path *path, int64_t ns);
 
 /* Append response list `number` to the log for these ranks; return 0 if that is not possible
  * now. */
@@ -315,10 +315,10 @@ int pyhvd_fast_path_enter(pyhvd_fast_path *path, uint64_t number);
 void pyhvd_fast_path_leave(pyhvd_fast_path *path);
 
 /* Let no thread of this rank wait or make progress any longer. */
-void pyhvd_fast_path_shut(pyhvd_fast_path *path);
+void pyhvd_fast_path_end(pyhvd_fast_path *path);
 
-/* After `shut`: take the progress lock for ever. */
-void pyhvd_fast_path_seize(pyhvd_fast_path *path);
+/* After its end: take the progress lock for ever. */
+void pyhvd_fast_path_keep_lock(pyhvd_fast_path *path);
 
 /* Whether a batch is being carried out. From any thread; only a hint. */
 static inline int pyhvd_fast_path_is_running(pyhvd_fast_path *path) {

@@ -1,5 +1,5 @@
 /* Reductions over several hosts: the window's ranks among themselves, and the exchange between
- * hosts; exchange.h states the invariants, window.h those of the counters.
+ * hosts; exchange/exchange.h states the invariants, window.h those of the counters.
  *
  * A chunk goes through four stages. A stage takes the chunks in order, and a rank advances whichever
  * stage can go on:
@@ -16,7 +16,7 @@
 
 #include <poll.h>
 
-#include "window/exchange.h"
+#include "exchange/exchange.h"
 
 /* Yields before a sleep. In a prototype, fewer, or spinning before each, was slower where ranks share
  * cores. */

@@ -84,6 +84,10 @@ int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c);
 /* Advance the exchange of the chunks under way, and announce those that have ended here. */
 int pyhvd_across_exchange(pyhvd_window *w, pyhvd_job_cursor *c);
 
+/* For the trace: begin a stretch of the rank's time, PYHVD_EXCHANGING or PYHVD_AWAITING, unless one has
+ * begun. */
+void pyhvd_begin_stretch(const pyhvd_window *w, uint32_t kind);
+
 /* Advance a move. */
 int pyhvd_move_advance(pyhvd_window *w, pyhvd_job_cursor *c);
 

@@ -1,5 +1,5 @@
-/* Moves over several hosts: bytes that are copied, not reduced, from ranks to ranks. exchange.h states
- * the invariants of the frames, window.h those of the counters.
+/* Moves over several hosts: bytes that are copied, not reduced, from ranks to ranks.
+ * exchange/exchange.h states the invariants of the frames, window.h those of the counters.
  *
  * The bytes of a move lie in *lanes*. A lane is a sequence of bytes from the ranks of one host, which
  * goes to one host or to several, or to ranks of the same host. The caller lays it out: each rank
@@ -27,7 +27,7 @@
 #include <string.h>
 
 #include "kernels/kernels.h"
-#include "window/exchange.h"
+#include "exchange/exchange.h"
 #include "window/layout.h"
 
 /* Boundaries of slices are multiples of this: the largest item of a tensor. */

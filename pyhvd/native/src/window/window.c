@@ -2,7 +2,7 @@
 #include "window/ranges.h"
 
 #include "common/cpu_affinity.h"
-#include "window/exchange.h"
+#include "exchange/exchange.h"
 
 /* Offset of the window slots from a cache line while they hold a single tensor. malloc's large
  * blocks begin 16 bytes after a line, so the tensor and its slot are then aligned alike. */

@@ -2,7 +2,7 @@
  *
  * Each rank owns one *area* of the window: counters, two small *flat* buffers, a few slots of one chunk
  * each, and a note. An operation is cut into chunks, which all ranks number alike; chunk c uses slot
- * c % slots. If the process set has ranks on other hosts, exchange.h says how they take part.
+ * c % slots. If the process set has ranks on other hosts, exchange/exchange.h says how they take part.
  *
  * Counters. They only grow.
  *   packed   chunks that the owner has copied into its slots
@@ -58,17 +58,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "common/job.h"
 #include "common/trace_ring.h"
 
-#define PYHVD_MAX_LOCAL 256 /* ranks on one host */
-#define PYHVD_MAX_HOSTS 64
-#define PYHVD_SLOTS 3        /* of a rank, if all ranks of the set are on one host */
-#define PYHVD_ACROSS_SLOTS 4 /* otherwise */
-#define PYHVD_FLAT 16384     /* bytes of a flat operation, at most */
+#define PYHVD_SLOTS 3 /* of a rank, if its set is on one host; else PYHVD_ACROSS_SLOTS */
 /* bytes of the note that a rank leaves when it aborts the window, at most */
 #define PYHVD_NOTE 8192
-
-enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3, PYHVD_LOST = -4 };
 
 typedef struct pyhvd_exchange pyhvd_exchange;
 
@@ -89,19 +84,6 @@ typedef struct {
     uint8_t *area[PYHVD_MAX_LOCAL];
     uint8_t *arena[PYHVD_MAX_LOCAL]; /* addresses of the ranks' arenas in this process */
 } pyhvd_window;
-
-/* One rank's part of a reduction: n tensors, treated as one sequence of elements. */
-typedef struct {
-    /* addresses; 0: this rank has joined, and contributes the neutral element */
-    const int64_t *srcs;
-    const int64_t *dsts;   /* addresses; 0: the result is dropped; may equal srcs */
-    const int64_t *starts; /* n + 1 prefix sums of the element counts */
-    size_t n;
-    int dtype, op;
-    double prescale, postscale;
-    /* whether every rank reduces in place, in its arena, without prescale; the same on all ranks */
-    int direct;
-} pyhvd_job;
 
 /* Bytes of this rank's memory that go into a lane of a move, or come out of it. */
 typedef struct {

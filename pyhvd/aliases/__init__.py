@@ -1,0 +1,1 @@
+"""What ``import horovod`` finds at run time: pyhvd under Horovod's module names."""

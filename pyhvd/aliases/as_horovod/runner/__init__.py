@@ -1,0 +1,3 @@
+"""``horovod.runner``."""
+
+from pyhvd.aliases.as_horovod import run as run

@@ -1,0 +1,3 @@
+"""``horovod.spark.task``."""
+
+from pyhvd.spark import get_available_devices as get_available_devices

@@ -1,0 +1,107 @@
+"""A rank's process that runs a function, as the agent of its host sees it.
+
+The rank sends what its function returned on its control socket, and the agent passes the parts on at once.
+So a result may have any size, and the agent holds little of it.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pyhvd.job.agent.program_process import Program, program_environment
+from pyhvd.job.agent.rank_process import RankEvents, RankProcess
+from pyhvd.job.commits.vault import Vault
+from pyhvd.job.messages import Start
+from pyhvd.job.rank.pickles import dump_functions
+from pyhvd.job.rank.rank import LENGTH, PATHS, RESULT
+
+_HEAD = len(RESULT) + LENGTH.size
+
+
+def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: Iterable[str]) -> bytes:
+    """Return the code of a job whose ranks run a function.
+
+    Parameters
+    ----------
+    call : tuple
+        The function, its args and its kwargs; cloudpickle carries them.
+    directory : str
+        Where the ranks run.
+    env : list of (bytes, bytes)
+        Variables that replace those of the hosts.
+    paths : iterable of str
+        Where the ranks look for modules, before the directories of their Python.
+    """
+    searched = PATHS.encode(), os.fsencode(os.pathsep.join(paths))
+    head = Program("pyhvd.job.rank.function_rank", [], directory, [*env, searched]).dump()
+    return b"".join((LENGTH.pack(len(head)), head, dump_functions(call)))
+
+
+def split_call(code: bytes) -> tuple[Program, memoryview]:
+    """Return the parts of what :func:`dump_call` wrote: the program, and the pickled call."""
+    (length,) = LENGTH.unpack_from(code)
+    begin = LENGTH.size + length
+    return Program.load(code[LENGTH.size : begin]), memoryview(code)[begin:]
+
+
+class FunctionProcess(RankProcess):
+    """A rank's process that runs a function; `code` is of :func:`dump_call`. See :class:`RankProcess`.
+
+    In an elastic job the rank commits to `vault`, and `popen` may fork it from a zygote.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        code: bytes,
+        events: RankEvents,
+        vault: Vault | None = None,
+        popen: Callable[..., Any] = subprocess.Popen,
+    ) -> None:
+        self._program, call = split_call(code)
+        self._left: int | None = None  # bytes of the result that have not come; None before it begins
+        self._result_held = False
+        super().__init__(
+            start,
+            call,
+            events,
+            files={} if vault is None else vault.files,
+            module=self._program.module,
+            flags=("-P",),  # the guardian must not import what the directory has
+            directory=self._program.directory,
+            popen=popen,
+        )
+
+    def hold_result(self, held: bool) -> None:
+        """See :meth:`RankProcess.hold_result`."""
+        held = held and bool(self._left)
+        if held == self._result_held:
+            return
+        self._result_held = held
+        if held:
+            self._forget(self._control)
+        else:
+            self._selector.register(self._control, selectors.EVENT_READ, self._talk)
+
+    def _environment(self, start: Start) -> dict[str, str]:
+        return program_environment(os.environ, self._program, start)
+
+    def _take_answer(self) -> None:
+        if self._left is None and self._answer[:1] == RESULT and len(self._answer) >= _HEAD:
+            (self._left,) = LENGTH.unpack_from(self._answer, len(RESULT))
+            del self._answer[:_HEAD]
+        if self._left is None:
+            super()._take_answer()
+            return
+        with memoryview(self._answer) as view:
+            part = bytes(view[: self._left])
+        del self._answer[: len(part)]
+        self._left -= len(part)
+        if part:
+            self._events.on_result(part)
+        if not self._left:
+            self.result = b""

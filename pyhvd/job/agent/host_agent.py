@@ -1,0 +1,214 @@
+"""``python -P -m pyhvd.job.agent.host_agent``: the agent of a host, which owns all of the job's ranks there.
+
+The driver starts it by a command such as ssh, whose stdin and stdout are the channel. The first line of stdin
+is the channel's key. When the channel ends, or is silent for 20 s, the agent kills its ranks and ends.
+
+1. The agent says :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
+2. After a job of functions without error, and after each generation of an elastic job, the agent waits. The
+   driver of the next job asks for 1 by :class:`Again`, over the same channel.
+3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.agent.elastic_host`. There SIGTERM means
+   that the host shall go: :mod:`pyhvd.job.agent.notice`. In any other job SIGTERM ends the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from pyhvd.common.host_id import host_hash
+from pyhvd.job.agent.agent import LAST_MESSAGES_S, Agent, AgentStoppedError, Dismissed
+from pyhvd.job.agent.elastic_host import ElasticHost
+from pyhvd.job.agent.function_process import FunctionProcess
+from pyhvd.job.agent.host_facts import gather
+from pyhvd.job.agent.program_process import ProgramProcess
+from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, ELASTIC_BEAT_S
+from pyhvd.job.facts import hello
+from pyhvd.job.messages import Again, Beat, Member, Prepare, Stop, decode_from_driver, encode
+from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection
+from pyhvd.transport.tcp.pipes import PipePair
+from pyhvd.transport.tcp.session import ChannelError, Role, Session
+
+# Bytes of the line, and of the key.
+_LONGEST_KEY = 128
+_SHORTEST_KEY = 16
+
+
+def take_channel() -> socket.socket | PipePair:
+    """Return the channel in place of stdin and stdout, which become /dev/null and stderr.
+
+    A local command has one socket as both, sshd makes two pipes.
+    """
+    one, other = os.fstat(0), os.fstat(1)
+    channel: socket.socket | PipePair
+    if stat.S_ISSOCK(one.st_mode) and (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino):
+        channel = socket.socket(fileno=os.dup(0))
+    else:
+        channel = PipePair(os.dup(0), os.dup(1))
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    os.dup2(2, 1)
+    return channel
+
+
+def read_key(channel: socket.socket | PipePair) -> bytes:
+    """Return the key, in hexadecimal digits the first line; read no more than this line."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _LONGEST_KEY and (byte := channel.recv(1)):
+        line += byte
+    with contextlib.suppress(ValueError):
+        key = bytes.fromhex(line.decode())
+        if len(key) >= _SHORTEST_KEY:
+            return key
+    raise ChannelError("pyhvdrun starts this program; do not start it by hand")
+
+
+class _Idle:
+    """An agent between two jobs, and before the first; it beats, as an agent with ranks does."""
+
+    def __init__(self, driver: Connection, task: int) -> None:
+        self.host: ElasticHost | None = None
+        self.stopped = ""  # why, if the driver said so
+        self._driver = driver
+        self._task = task
+        self._next_beat = time.monotonic() + BEAT_S
+        self._silent_since = time.monotonic()
+
+    def greet(self) -> None:
+        """Begin the next job."""
+        commit = 0 if self.host is None else self.host.vault.commit
+        known = msgspec.structs.replace(hello(), commit=commit, task=self._task)
+        self._driver.send(encode(known))
+
+    def close(self) -> None:
+        """Forget what the ranks committed."""
+        if self.host is not None:
+            self.host.close()
+
+    def wait(self) -> Prepare | None:
+        """Return what the next job wants; None if the driver has ended the channel.
+
+        Raises
+        ------
+        AgentStoppedError
+            The driver has been silent for 20 s.
+        ChannelError
+            The driver broke the protocol.
+        """
+        while self._driver.open:
+            self._turn()
+            for message in map(decode_from_driver, self._driver.pump_in()):
+                if isinstance(message, Prepare):
+                    return message
+                if isinstance(message, Stop):
+                    self.stopped = message.reason
+                    return None
+                if isinstance(message, Again):
+                    self.greet()
+        return None
+
+    def _turn(self) -> None:
+        before = time.monotonic()
+        beat_s = BEAT_S if self.host is None else ELASTIC_BEAT_S
+        self._driver.wait(beat_s / 2)
+        self._driver.pump_out()
+        now = time.monotonic()
+        if now > before + 2 * BEAT_S:
+            self._silent_since = now  # this process was stopped: the driver may have been speaking
+        if now >= self._next_beat:
+            self._next_beat = now + beat_s
+            if self.host is not None:
+                self.host.notice.check(now)
+            self._driver.send(encode(Beat(leaves="" if self.host is None else self.host.notice.why)))
+        if now > max(self._driver.heard, self._silent_since) + DRIVER_SILENT_S:
+            raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
+
+
+def serve(channel: socket.socket | PipePair, key: bytes) -> None:
+    """Serve one job, or one after the other until the driver ends the channel."""
+    with contextlib.closing(Connection(channel, Session(key, Role.CLIENT))) as driver:
+        driver.shake_hands(HANDSHAKE_S)
+        serve_on(driver)
+
+
+def serve_on(driver: Connection, task: int = -1) -> str:
+    """Do :func:`serve` on a connection whose driver has proved that it holds the key.
+
+    Parameters
+    ----------
+    driver : Connection
+        The connection.
+    task : int
+        The id of this agent's task in Spark.
+
+    Returns
+    -------
+    str
+        Why the driver has stopped this agent between two jobs; empty if it did not say.
+    """
+    idle = _Idle(driver, task)
+    idle.greet()
+    with contextlib.suppress(Dismissed), contextlib.closing(idle):
+        while wanted := idle.wait():
+            if wanted.elastic and idle.host is None:
+                idle.host = ElasticHost(wanted.function)
+            if idle.host is not None:
+                idle.host.notice.watch(wanted.preemption_command)
+                idle.host.store.use(wanted.store)
+            if _run(driver, wanted, idle.host):
+                idle.greet()
+            if not wanted.again:
+                driver.finish(LAST_MESSAGES_S)
+    return idle.stopped
+
+
+def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
+    """Run one job to its end; return whether the driver has begun the next one."""
+    if host is not None:
+        agent = Agent(driver, host.make_rank, host.vault, host.notice, host.store)
+    else:
+        agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess)
+    try:
+        with contextlib.closing(agent):
+            facts = gather(wanted.directory, wanted.script)
+            salt = os.environ.get("PYHVD_HOST_SALT", "")
+            agent.run(Member(wanted.index, 0, host_hash(salt), socket.gethostname(), wanted.slots, facts))
+    except Dismissed:
+        if not agent.again:
+            raise
+    finally:
+        if host is not None:  # no rank is left
+            host.vault.wished = host.vault.left = 0
+            host.vault.has_callbacks = False
+    return agent.again
+
+
+def main() -> int:
+    """Run the agent; return its exit code."""
+
+    def run() -> None:
+        channel = take_channel()
+        serve(channel, read_key(channel))
+
+    return exit_code(run)
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Run an agent; say why it stopped, if it did, and return the exit code."""
+    try:
+        run()
+    except (AgentStoppedError, ChannelError, OSError) as exc:
+        os.write(2, f"pyhvd: agent on host {socket.gethostname()}: {exc}\n".encode())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

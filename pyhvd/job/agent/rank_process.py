@@ -1,0 +1,274 @@
+"""A rank's process as its agent sees it: the lines to it, and how it ended.
+
+Owns the rank's control socket and its line to PMI-1. Knows neither Spark nor the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyhvd.job.messages import Failed, Start, decode_from_agent
+from pyhvd.job.mpi.pmi import MAX_LINE
+from pyhvd.job.mpi.rank_env import own_environment
+from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL, ExitReport
+from pyhvd.job.process.signals import describe_exit, shell_code
+from pyhvd.job.process.supervised import SupervisedProcess, read_some
+from pyhvd.job.rank.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
+from pyhvd.transport.tcp.session import ChannelError
+
+_CHUNK = 1 << 16
+_GUARDIAN, _RANK = "pyhvd.job.process.guardian", "pyhvd.job.rank.rank"
+# A socket holds little less than this.
+_ANSWER_CHUNK = 1 << 18
+
+
+def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]:
+    """Return the environment of a rank: the task's, the job's, and with PMI-1 the variables of Hydra."""
+    return own_environment(environ) | start.env | pmi_variables(start)
+
+
+def pmi_variables(start: Start) -> dict[str, str]:
+    """Return the variables of Hydra that a rank of PMI-1 needs, without its descriptor."""
+    if not start.pmi:
+        return {}
+    return {
+        "PMI_RANK": str(start.rank),
+        "PMI_SIZE": str(start.size),
+        "PMI_SPAWNED": "0",
+        "MPI_LOCALRANKID": str(start.local_rank),
+        "MPI_LOCALNRANKS": str(start.local_size),
+    }
+
+
+@dataclass(frozen=True)
+class RankEvents:
+    """What the owner of a rank's process is told, by calls.
+
+    Attributes
+    ----------
+    on_pmi : callable
+        Called with each line that the rank sends to its PMI server.
+    on_enter : callable
+        Called when the rank is about to call MPI_Init.
+    on_output : callable
+        Called with 1 or 2 and what the rank has written there.
+    on_taken : callable
+        Called with how many bytes of its stdin the rank has taken, if it has one.
+    on_result : callable
+        Called with parts of the result, if it does not become the attribute `result`.
+    """
+
+    on_pmi: Callable[[str], None]
+    on_enter: Callable[[], None]
+    on_output: Callable[[int, bytes], None]
+    on_taken: Callable[[int], None]
+    on_result: Callable[[bytes], None]
+
+
+class RankProcess(SupervisedProcess):
+    """A rank's process.
+
+    Parameters
+    ----------
+    start : Start
+        Which rank it is.
+    code : bytes or memoryview
+        The pickled function, args and kwargs.
+    events : RankEvents
+        The owner's.
+    files : mapping of str to int
+        Descriptors that the rank inherits; variables of these names hold their numbers.
+    env : mapping of str to str
+        The rank's variables, in addition to those of `start`.
+    module : str or None
+        The module to run; None for a guardian whose rank calls :func:`pyhvd.job.rank.rank.run_rank`.
+    flags, directory, stdin, popen
+        See :class:`SupervisedProcess`.
+
+    Attributes
+    ----------
+    failure : Failed or None
+        How the rank failed, by its own report or by its exit code.
+    result : bytes or None
+        The result, as :mod:`pyhvd.job.rank.pickles` has it; empty if its parts were passed on.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        code: bytes | memoryview,
+        events: RankEvents,
+        files: Mapping[str, int] = {},
+        env: Mapping[str, str] = {},
+        module: str | None = None,
+        flags: Sequence[str] = (),
+        directory: str | None = None,
+        stdin: int = subprocess.DEVNULL,
+        popen: Callable[..., Any] = subprocess.Popen,
+    ) -> None:
+        self.failure: Failed | None = None
+        self.result: bytes | None = None
+        self._rank = start.rank
+        self._events = events
+        self._to_rank = memoryview(b"".join((LENGTH.pack(len(code)), code)))
+        self._answer = bytearray()
+        self._pmi_line = b""
+        self._control, control = socket.socketpair()
+        self._pmi, pmi = socket.socketpair()
+        variables = {**self._environment(start), **env}
+        if start.pmi:
+            variables["PMI_FD"] = str(pmi.fileno())
+        variables |= {name: str(number) for name, number in files.items()}
+        try:
+            super().__init__(
+                module or _GUARDIAN,
+                [str(control.fileno()), *([] if module else [_RANK])],
+                variables,
+                events.on_output,
+                self._note_rank_end,
+                descriptors=(control.fileno(), pmi.fileno(), *files.values()),
+                python=start.executable,
+                flags=flags,
+                directory=directory,
+                stdin=stdin,
+                popen=popen,
+            )
+        except (OSError, ValueError):  # ValueError: an invalid name or value of a variable
+            self._control.close()
+            self._pmi.close()
+            raise
+        finally:
+            control.close()
+            pmi.close()
+        self._control.setblocking(False)
+        self._pmi.setblocking(False)
+
+    def feed(self, data: bytes) -> None:
+        """Pass bytes on to the rank's stdin, and its end for none; without effect if it has /dev/null."""
+
+    def hold_result(self, held: bool) -> None:
+        """Stop passing on the result, or go on; without effect if it becomes the attribute `result`."""
+
+    def check(self, now: float) -> None:
+        """Do what is due at this time (time.monotonic); the agent calls it in each turn."""
+
+    def _environment(self, start: Start) -> dict[str, str]:
+        return rank_environment(os.environ, start)
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Register this object's callbacks, as the data of the selector's keys."""
+        both = selectors.EVENT_READ | selectors.EVENT_WRITE
+        selector.register(self._control, both, self._talk)
+        selector.register(self._pmi, selectors.EVENT_READ, self._read_pmi)
+        super().register(selector)
+
+    def answer_pmi(self, line: str) -> None:
+        """Pass on the PMI server's answer; lines are short, and the rank waits for each."""
+        with contextlib.suppress(OSError):
+            self._pmi.sendall(line.encode())
+
+    def close(self) -> None:
+        """End the rank and all that it started, and close every descriptor."""
+        super().close()
+        self._control.close()
+        self._pmi.close()
+
+    def _talk(self) -> None:
+        """Send the rank its code, as fast as it receives it, and receive its answer."""
+        if self._to_rank:
+            self._send_code()
+        self._receive()
+
+    def _send_code(self) -> None:
+        try:
+            sent = self._control.send(self._to_rank[:_CHUNK])
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            sent = len(self._to_rank)  # the rank receives no more, but its answer may wait
+        self._to_rank = self._to_rank[sent:]
+        if not self._to_rank:
+            self._selector.modify(self._control, selectors.EVENT_READ, self._talk)
+
+    def _receive(self) -> bool:
+        """Receive what the rank has sent; return whether there may be more."""
+        data = read_some(self._control.fileno(), _ANSWER_CHUNK)
+        if data:
+            self._answer += data
+            self._take_answer()
+        elif data is not None:
+            self._forget(self._control)
+        return bool(data)
+
+    def _take_answer(self) -> None:
+        head = 1 + LENGTH.size
+        if len(self._answer) < head:
+            return
+        kind = bytes(self._answer[:1])
+        (length,) = LENGTH.unpack_from(self._answer, 1)
+        if len(self._answer) < head + length:
+            return
+        payload = bytes(self._answer[head : head + length])
+        del self._answer[: head + length]
+        if kind == ENTERING_INIT:
+            self._events.on_enter()
+            self._take_answer()
+        elif kind == RESULT:
+            self.result = payload
+        elif kind == FAILURE:
+            failed = decode_from_agent(payload)
+            if not isinstance(failed, Failed):
+                raise ChannelError("the rank sent an invalid failure")
+            self.failure = failed
+
+    def _read_pmi(self) -> None:
+        data = read_some(self._pmi.fileno())
+        if data is None:
+            return
+        if not data:
+            self._forget(self._pmi)
+            return
+        *lines, self._pmi_line = (self._pmi_line + data).split(b"\n")
+        if max(map(len, [*lines, self._pmi_line])) > 2 * MAX_LINE:
+            self.failure = self._failed(EXIT, 1, "wrote to the descriptor of its PMI server")
+            return
+        for line in lines:
+            self._events.on_pmi(line.decode(errors="replace"))
+
+    def _note_rank_end(self) -> None:
+        while self._receive():
+            pass
+        if self.failure is None:
+            self.failure = self._failure_by_exit()
+
+    def _failure_by_exit(self) -> Failed | None:
+        """Return how a rank failed that reported no failure; None if it did not fail."""
+        code = self.code
+        guardian = self.guardian_code
+        if code is None and guardian is not None and guardian > 0:
+            how = describe_exit(guardian)
+            if self.began:
+                return self._failed(LOST, 1, f"was killed, as its guardian {how}")
+            return self._failed(
+                EXIT, guardian, f"could not be started: its Python {how}, and says why on stderr"
+            )
+        if code is None:
+            return self._failed(LOST, 1, "and its guardian were killed")
+        if code < 0:
+            return self._failed(SIGNAL, shell_code(code), describe_exit(code))
+        if self.result is None:
+            text = f"{describe_exit(code)} before the function returned"
+            return self._failed(EXIT, code or 1, text, silent=code != 0)
+        if code:
+            return self._failed(EXIT, code, f"{describe_exit(code)} after the function returned")
+        return None
+
+    def _failed(self, kind: str, code: int, text: str, silent: bool = False) -> Failed:
+        return Failed(ExitReport(self._rank, kind, code, text), silent)

@@ -1,0 +1,303 @@
+"""Where the agents of a set of ranks come from: by commands, one for each host, or by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pyhvd.job.connections import SILENT_S, ConnectionServer, Peer
+from pyhvd.job.driver.agent_command import END_S, SKIPPED, AgentCommand, AgentProcess
+from pyhvd.job.driver.kept_agents import KeptAgents
+from pyhvd.job.facts import hello, problem, version_problem
+from pyhvd.job.machines.agent_pool import AgentPool
+from pyhvd.job.messages import Again, Facts, Hello, Member, Prepare
+from pyhvd.job.mpi.rendezvous import Rendezvous
+from pyhvd.job.spec import ElasticSpec, JobSpec
+from pyhvd.transport.tcp.connection import Secret
+from pyhvd.transport.tcp.session import ChannelError
+
+
+class AgentSource(Protocol):
+    """Brings the agents of one set of ranks to its driver.
+
+    Attributes
+    ----------
+    size : int
+        The number of ranks.
+    pool : AgentPool
+        What is known of the agents.
+    secret : Secret
+        The key that an agent must hold.
+    addresses : sequence of str
+        Where agents that come by themselves connect.
+    gone : str
+        Why a connection to an agent may end.
+    """
+
+    size: int
+    pool: AgentPool
+    secret: Secret
+    addresses: Sequence[str]
+    gone: str
+
+    def join(self, connections: ConnectionServer) -> None:
+        """Use these connections to the agents."""
+
+    def find_rendezvous(self) -> Rendezvous:
+        """Return how the ranks find each other; called while the agents start."""
+
+    def start(self, index: int) -> None:
+        """Begin to start an agent."""
+
+    def name_of(self, peer: Peer) -> str:
+        """Return the name of an agent's host; empty if it is not known."""
+
+    def greet(self, peer: Peer, greeting: Hello) -> None:
+        """Answer the first words of an agent: tell it to prepare its host."""
+
+    def admits(self, peer: Peer, member: Member) -> bool:
+        """Return whether an agent that has prepared its host may have ranks."""
+
+    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str] | None:
+        """Note the loss of an agent, whose ranks may have begun.
+
+        Returns
+        -------
+        list of str or None
+            Its last words, if it has some; None if it was lost between two jobs, and is started again.
+        """
+
+    def check(self, now: float) -> None:
+        """Do what is due at this time."""
+
+    def close(self) -> None:
+        """End what has started the agents."""
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """One host of a job: its name in messages, its number of ranks, and the command of its agent."""
+
+    name: str
+    slots: int
+    command: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What all hosts must have, and how the ranks find each other.
+
+    For the first three see :func:`pyhvd.job.facts.problem`; `facts` are the launcher's.
+    """
+
+    directory: str
+    script: str
+    facts: Facts
+    rendezvous: Rendezvous
+
+
+Explain = Callable[[str, int, str], tuple[str, bool]]
+"""Returns why a host's command failed, and whether that may pass, from its name, exit code and words."""
+
+
+@dataclass(eq=False)
+class HostAgent:
+    """The agent of a host, and its connection, while it runs.
+
+    Attributes
+    ----------
+    waking : bool
+        Whether an earlier job has left it, and it has not spoken since.
+    """
+
+    number: int
+    host: HostSlots
+    command: AgentProcess | None = None
+    peer: Peer | None = None
+    waking: bool = False
+
+
+class CommandSource:
+    """Starts an agent on each host by a command, or takes one that an earlier job has left.
+
+    Parameters
+    ----------
+    spec : JobSpec
+        What the ranks run.
+    hosts : sequence of HostSlots
+        The hosts.
+    checked : callable
+        Returns what all hosts must have; called while the agents start.
+    explain : callable
+        See :data:`Explain`.
+    kept : KeptAgents, optional
+        Where agents are taken from, as far as they are there, and left.
+
+    Attributes
+    ----------
+    refused : dict of str to str
+        The hosts on which ranks cannot run, and why.
+    """
+
+    addresses: Sequence[str] = ()
+    gone = "its agent is gone"
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        hosts: Sequence[HostSlots],
+        checked: Callable[[], Checked],
+        explain: Explain,
+        kept: KeptAgents | None = None,
+    ) -> None:
+        self.size = sum(host.slots for host in hosts)
+        self.pool = AgentPool([host.name for host in hosts], starts=True)
+        self.secret = Secret()
+        self._agents = [HostAgent(number, host) for number, host in enumerate(hosts)]
+        self.refused: dict[str, str] = {}
+        self._spec = spec
+        self._check = checked
+        self._explain = explain
+        self._kept = kept
+        self._own = hello()
+
+    def find_rendezvous(self) -> Rendezvous:
+        """See :meth:`AgentSource.find_rendezvous`; look at what this host has, and others must have."""
+        self._checked = self._check()
+        return self._checked.rendezvous
+
+    def name_of(self, peer: Peer) -> str:
+        """See :meth:`AgentSource.name_of`."""
+        return self._agent_of(peer).host.name
+
+    def _agent_of(self, peer: Peer) -> HostAgent:
+        return next(agent for agent in self._agents if agent.peer is peer)
+
+    def join(self, connections: ConnectionServer) -> None:
+        """See :meth:`AgentSource.join`."""
+        self._connections = connections
+
+    def start(self, index: int) -> None:
+        """See :meth:`AgentSource.start`."""
+        agent = self._agents[index]
+        words = agent.host.command
+        kept = None if self._kept is None else self._kept.take(words)
+        try:
+            agent.command = command = kept or AgentCommand(words, self.secret.reveal())
+        except OSError as exc:
+            text = f"{words[0]} cannot be started: {exc}"
+            self.pool.fail(index, text, time.monotonic(), 0.0, may_pass=False)
+            return
+        agent.waking = kept is not None
+        agent.peer = self._connections.adopt(command.connection)
+        self._connections.selector.register(command, selectors.EVENT_READ, lambda: self._listen(command))
+        if agent.waking:
+            agent.peer.send(Again())
+
+    def greet(self, peer: Peer, greeting: Hello) -> None:
+        """See :meth:`AgentSource.greet`."""
+        agent = self._agent_of(peer)
+        agent.waking = False
+        self.pool.set_clock(agent.number, greeting.clock - time.time())
+        if wrong := version_problem(self._own, greeting, self._spec.name_of):
+            self._refuse(agent, wrong)
+        else:
+            peer.send(self._prepare(agent))
+
+    def _prepare(self, agent: HostAgent) -> Prepare:
+        """Return what an agent shall own, and look for."""
+        checked, spec = self._checked, self._spec
+        elastic = spec.elastic or ElasticSpec()
+        return Prepare(
+            *(agent.number, agent.host.slots, checked.directory, checked.script),
+            function=spec.function,
+            again=spec.function or spec.elastic is not None,
+            elastic=spec.elastic is not None,
+            preemption_command=elastic.preemption_command,
+            store=elastic.store if agent.number == 0 else None,  # the host of rank 0
+        )
+
+    def admits(self, peer: Peer, member: Member) -> bool:
+        """See :meth:`AgentSource.admits`."""
+        agent = self._agent_of(peer)
+        if (member.index, member.slots) != (agent.number, agent.host.slots) or member.facts is None:
+            raise ChannelError("an agent registered as another than it is")
+        checked = self._checked
+        wrong = problem(checked.facts, member.facts, checked.directory, checked.script, self._spec.name_of)
+        if wrong:
+            self._refuse(agent, wrong)
+        return not wrong
+
+    def _refuse(self, agent: HostAgent, why: str) -> None:
+        self.refused[agent.host.name] = why
+        self.pool.refuse(agent.number, why, time.monotonic())
+
+    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str] | None:  # noqa: ARG002
+        """See :meth:`AgentSource.lose`."""
+        agent = self._agent_of(peer)
+        if agent.waking:  # it was lost between two jobs: another is started in its place in the next turn
+            self._end(agent, 0.0)
+            agent.waking, agent.peer = False, None
+            self.pool.start_again(agent.number)
+            return None
+        code, said = self._end(agent, 0.0 if waited else END_S)
+        if not began:
+            agent.peer = None
+            if len(peer.connection.skipped) > SKIPPED:
+                begins = repr(said[:80])
+                said = f"{SKIPPED} bytes were printed instead of the agent's first; they begin: {begins}"
+            text, may_pass = self._explain(agent.host.name, code, said)
+            self.pool.fail(agent.number, text, time.monotonic(), random.random(), may_pass=may_pass)
+        return said.splitlines()[-1:]
+
+    def check(self, now: float) -> None:
+        """Give up agents of an earlier job that do not answer."""
+        for agent in self._agents:
+            peer = agent.peer
+            if agent.waking and peer is not None and now > peer.connection.heard + SILENT_S:
+                self._connections.drop(peer, "was lost between two jobs", waited=True)
+
+    def keep_agents(self) -> None:
+        """Leave the agents for a next job, after all ranks have ended."""
+        assert self._kept is not None
+        for agent in self._agents:
+            peer, command = agent.peer, agent.command
+            if peer is not None and command is not None and peer.connection.open:
+                self._connections.release(peer)
+                self._ignore(command)
+                agent.peer = agent.command = None
+                self._kept.keep(agent.host.command, command)
+
+    def close(self) -> None:
+        """See :meth:`AgentSource.close`."""
+        running = [agent for agent in self._agents if agent.command is not None]
+        for agent in running:
+            assert agent.command is not None
+            agent.command.connection.close()
+        until = time.monotonic() + END_S
+        for agent in running:
+            self._end(agent, max(0.0, until - time.monotonic()))
+
+    def _end(self, agent: HostAgent, patience: float) -> tuple[int, str]:
+        """End an agent's command; return its exit code, and what it said."""
+        command = agent.command
+        assert command is not None
+        ended = command.end(patience)
+        self._ignore(command)
+        command.close()
+        agent.command = None
+        return ended
+
+    def _listen(self, command: AgentProcess) -> None:
+        if not command.listen():
+            self._ignore(command)
+
+    def _ignore(self, command: AgentProcess) -> None:
+        """Listen no more to what a command says besides its channel; it may have ended in this turn."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._connections.selector.unregister(command)

@@ -1,0 +1,158 @@
+"""The agents of an elastic job in Spark: tasks that connect to the driver, each a host with one slot.
+
+The driver looks at its sockets when :meth:`Arrivals.take` is called, in the thread that calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from pyhvd.job.driver.agent_command import END_S
+from pyhvd.job.driver.discovery import INTERVAL_S
+from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
+from pyhvd.job.machines.member_host import FoundHost
+from pyhvd.job.messages import Hello, Stop, decode_from_agent, encode
+from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, listen
+from pyhvd.transport.tcp.session import ChannelError, Role, Session
+
+# Connections that have not authenticated themselves yet.
+_MOST_STRANGERS = 64
+
+
+class TaskAgent:
+    """The agent of a task that has connected; see :class:`~pyhvd.job.driver.agent_command.AgentProcess`.
+
+    Parameters
+    ----------
+    connection : Connection
+        The channel; authenticated.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._silent, self._writer = os.pipe()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is never readable: what the agent writes to stderr is Spark's."""
+        return self._silent
+
+    def listen(self) -> bool:
+        """Return False."""
+        return False
+
+    def end(self, patience: float = END_S) -> tuple[int, str]:  # noqa: ARG002
+        """End the channel: the agent then ends by itself, and its task with it."""
+        self.connection.close()
+        return 0, ""
+
+    def stop(self, reason: str) -> None:
+        """Do :meth:`end`, and tell the agent why."""
+        self.connection.send(encode(Stop(reason)))
+        self.connection.finish(END_S)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self._silent)
+        os.close(self._writer)
+
+
+class Arrivals:
+    """Finds the tasks that have connected; in place of a :class:`~pyhvd.job.driver.discovery.Discovery`.
+
+    Parameters
+    ----------
+    secret : Secret
+        The job's key, which an agent must hold.
+    addresses : sequence of str
+        The addresses to listen on.
+    """
+
+    def __init__(self, secret: Secret, addresses: Sequence[str]) -> None:
+        self._secret = secret
+        self._listeners = [listen(address, _MOST_STRANGERS) for address in addresses]
+        self._strangers: list[tuple[Connection, str]] = []
+        self._known: dict[str, tuple[Connection, int]] = {}  # the channels and the ids of tasks, by name
+        self._count = 0
+        self._next = 0.0
+
+    @property
+    def ports(self) -> list[int]:
+        """The port of each address."""
+        return [listener.getsockname()[1] for listener in self._listeners]
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """The ids, as Spark has them, of the tasks that were found last."""
+        return {name: task for name, (_, task) in self._known.items()}
+
+    def take(self) -> list[Found | DiscoveryFailed]:
+        """Return the tasks whose agents are connected, once a second, and whenever there are others."""
+        for listener in self._listeners:
+            self._accept(listener)
+        changed = self._know_strangers()
+        gone = [name for name, (connection, _) in self._known.items() if not connection.open]
+        for name in gone:
+            del self._known[name]
+        now = time.monotonic()
+        if not self._known or not (changed or gone or now >= self._next):
+            return []
+        self._next = now + INTERVAL_S
+        return [Found(tuple(FoundHost(name, 1) for name in self._known), ())]
+
+    def agent(self, name: str) -> TaskAgent:
+        """Return a task's agent, which the caller must close; raise OSError if it is gone."""
+        if name not in self._known:
+            raise OSError("the task has ended")
+        return TaskAgent(self._known[name][0])
+
+    def dismiss(self) -> None:
+        """End the agents of all tasks, also of those that have connected since."""
+        self.take()
+        self._close_channels()
+
+    def close(self) -> None:
+        """Close the sockets, and the connections that nobody has asked for."""
+        for listener in self._listeners:
+            listener.close()
+        for connection, _ in self._strangers:
+            connection.close()
+        self._close_channels()
+
+    def _close_channels(self) -> None:
+        for connection, _ in self._known.values():
+            connection.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while len(self._strangers) < _MOST_STRANGERS:
+            try:
+                peer, (address, *_) = listener.accept()
+            except OSError:
+                return
+            connection = Connection(peer, Session(self._secret.reveal(), Role.SERVER))
+            self._strangers.append((connection, address))
+
+    def _know_strangers(self) -> bool:
+        """Note those who hold the key and have greeted as tasks; return whether there is a new one."""
+        before = self._count
+        for stranger in list(self._strangers):
+            connection, address = stranger
+            greeting = None
+            try:
+                connection.pump_out()
+                for record in connection.pump_in()[:1]:  # it comes again with the first job
+                    greeting = decode_from_agent(record)
+            except ChannelError:
+                connection.close()
+            late = time.monotonic() > connection.began + HANDSHAKE_S
+            if connection.open and not connection.spoken and not late:
+                continue
+            self._strangers.remove(stranger)
+            if connection.open and isinstance(greeting, Hello):
+                self._known[f"task {self._count} on {address}"] = connection, greeting.task
+                self._count += 1
+            else:
+                connection.close()
+        return self._count > before

@@ -1,0 +1,293 @@
+"""Asks a script, or a function of the user's, for an elastic job's hosts, once a second.
+
+One thread asks, and shares nothing but a queue and two pipes: a script or a call that hangs stops nobody
+else. The script runs in a session of its own, below a shell that kills all of it when the driver dies. Each
+call of the function has a thread, as a call cannot be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Protocol, runtime_checkable
+
+from pyhvd.job.machines.found_hosts import (
+    DiscoveryFailed,
+    Found,
+    check_hosts,
+    parse_hosts,
+    parse_lines,
+    show_value,
+)
+from pyhvd.job.process.guardian import signal_group
+
+INTERVAL_S = 1.0
+"""From the start of a run to the start of the next, if the run is shorter."""
+LIMIT_S = 10.0
+"""A run that takes longer has failed; a script is then killed."""
+# A run that prints more, to stdout or to stderr, is killed, or cut.
+_MOST_BYTES = 1 << 20
+_MOST_HOSTS = 1 << 16
+_ERRORS_SHOWN = 300
+_LOOK_S = 0.01
+_JOIN_S = 2.0
+
+# Its stdin is a pipe whose other end the driver alone holds: when that closes, the group dies. Each child is
+# waited for, because the first process of a container may reap none.
+_GUARDED = (
+    "exec 3<&0 </dev/null; (read -r line <&3; kill -9 0) >/dev/null 2>&1 & "
+    '"$@" 3<&-; code=$?; kill $! 2>/dev/null; wait $! 2>/dev/null; exit $code'
+)
+
+
+class Discovery(ABC):
+    """Asks for the hosts again and again, until :meth:`close`.
+
+    Parameters
+    ----------
+    interval, limit : float
+        See :data:`INTERVAL_S` and :data:`LIMIT_S`.
+    """
+
+    def __init__(self, interval: float, limit: float) -> None:
+        self._interval = interval
+        self._limit = limit
+        self._results: queue.SimpleQueue[Found | DiscoveryFailed] = queue.SimpleQueue()
+        self._wake, self._waker = os.pipe()
+        self._closed, self._closer = os.pipe()
+        for fd in (self._wake, self._waker):
+            os.set_blocking(fd, False)
+        self._thread = threading.Thread(target=self._run, name="pyhvd.job.discovery", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when :meth:`take` has something to return."""
+        return self._wake
+
+    def take(self) -> list[Found | DiscoveryFailed]:
+        """Return the results since the last call, the oldest first."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 1 << 16)
+        results = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                results.append(self._results.get_nowait())
+        return results
+
+    def close(self) -> None:
+        """End the thread, and a script that runs; wait at most 1 s for a call that runs."""
+        if self._closer < 0:
+            return
+        os.close(self._closer)
+        self._closer = -1
+        # A process that waits for a file system cannot be killed; then the thread keeps its descriptors.
+        self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            for fd in (self._wake, self._waker, self._closed):
+                os.close(fd)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._is_closed(due - time.monotonic()):
+            due = time.monotonic() + self._interval
+            self._run_once(time.monotonic() + self._limit)
+
+    @abstractmethod
+    def _run_once(self, until: float) -> None:
+        """Ask once, and hand the result over; end soon after this object is closed."""
+
+    def _hand_over(self, result: Found | DiscoveryFailed) -> None:
+        self._results.put(result)
+        with contextlib.suppress(BlockingIOError):  # full: it is readable already
+            os.write(self._waker, b"x")
+
+    def _is_closed(self, wait: float = 0.0) -> bool:
+        """Return whether this object is closed; wait so long for that."""
+        return bool(_readable([self._closed], wait))
+
+
+class ScriptDiscovery(Discovery):
+    """Runs a script again and again.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The script and its arguments.
+    slots : int
+        The slots of a host whose line gives none.
+    interval, limit : float
+        See :class:`Discovery`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], slots: int = 1, interval: float = INTERVAL_S, limit: float = LIMIT_S
+    ) -> None:
+        self._command = ["/bin/sh", "-c", _GUARDED, "sh", *command]
+        self._slots = slots
+        super().__init__(interval, limit)
+
+    def _run_once(self, until: float) -> None:
+        """Run the script, and hand its result over."""
+        try:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as exc:
+            self._hand_over(DiscoveryFailed(f"the script cannot be started: {exc}"))
+            return
+        try:
+            result = self._watch(process, until)
+            if result is not None:
+                self._hand_over(result)
+        finally:
+            if process.poll() is None:
+                signal_group(process.pid, signal.SIGKILL)
+            while process.poll() is None and not self._is_closed(_LOOK_S):
+                pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_JOIN_S / 2)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
+
+    def _watch(self, process: subprocess.Popen[bytes], until: float) -> Found | DiscoveryFailed | None:
+        """Return the result of a run; None if this object is closed meanwhile."""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said: dict[int, bytes] = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+        out, err = said
+        left = [out, err]
+        while left:
+            ready = _readable([*left, self._closed], until - time.monotonic())
+            if self._closed in ready:
+                return None
+            if time.monotonic() >= until:
+                return DiscoveryFailed(f"the script has not ended within {self._limit:g} s")
+            for fd in ready:
+                data = os.read(fd, 1 << 16)
+                said[fd] += data
+                if not data:
+                    left.remove(fd)
+            if len(said[out]) > _MOST_BYTES:
+                return DiscoveryFailed(f"the script printed more than {_MOST_BYTES} bytes")
+            said[err] = said[err][-_ERRORS_SHOWN:]
+        while process.poll() is None:
+            if self._is_closed(_LOOK_S):
+                return None
+            if time.monotonic() >= until:
+                return DiscoveryFailed(f"the script has not ended within {self._limit:g} s")
+        if process.returncode:
+            words = " / ".join(filter(None, map(str.strip, said[err].decode(errors="replace").splitlines())))
+            return DiscoveryFailed(
+                f"the script ended with code {process.returncode}{f': {words}' if words else ''}"
+            )
+        return Found(*parse_hosts(said[out].decode(errors="replace"), self._slots))
+
+
+@runtime_checkable
+class FindsHosts(Protocol):
+    """Finds hosts, as Horovod's ``HostDiscovery`` does."""
+
+    def find_available_hosts_and_slots(self) -> Mapping[str, int]:
+        """Return the slots of each host."""
+
+
+HostFinder = Callable[[], Mapping[str, int] | Iterable[str]] | FindsHosts
+"""Returns the slots of each host, or lines as those of a script."""
+
+
+class CallDiscovery(Discovery):
+    """Calls a function of the user's again and again, one call at a time.
+
+    Parameters
+    ----------
+    find : callable or FindsHosts
+        The function, or an object with the function.
+    slots : int
+        The slots of a host whose line gives none.
+    interval, limit : float
+        See :class:`Discovery`.
+    """
+
+    def __init__(
+        self, find: HostFinder, slots: int = 1, interval: float = INTERVAL_S, limit: float = LIMIT_S
+    ) -> None:
+        method = find.find_available_hosts_and_slots if isinstance(find, FindsHosts) else find
+        self._find: Callable[[], object] = method
+        self._slots = slots
+        super().__init__(interval, limit)
+
+    def _run_once(self, until: float) -> None:
+        """Call, and hand the result over; if the call is too slow, say so, and wait for its end."""
+        results: list[Found | DiscoveryFailed] = []
+        try:
+            over = self._start(results)
+        except (OSError, RuntimeError) as exc:
+            self._hand_over(DiscoveryFailed(f"the call cannot be started: {exc}"))
+            return
+        try:
+            ready = _readable([over, self._closed], until - time.monotonic())
+            if over in ready:
+                self._hand_over(results[0])
+            while not ready:
+                self._hand_over(DiscoveryFailed(f"the call has not returned within {self._limit:g} s"))
+                ready = _readable([over, self._closed], self._limit)
+            if over not in ready:
+                _readable([over], _JOIN_S / 2)
+        finally:
+            os.close(over)
+
+    def _start(self, results: list[Found | DiscoveryFailed]) -> int:
+        """Start a call; return a descriptor that ends when `results` has its result."""
+        over, end = os.pipe()
+
+        def call() -> None:
+            results.append(self._call())
+            os.close(end)
+
+        try:
+            threading.Thread(target=call, name="pyhvd.job.discovery.call", daemon=True).start()
+        except RuntimeError:
+            os.close(over)
+            os.close(end)
+            raise
+        return over
+
+    def _call(self) -> Found | DiscoveryFailed:
+        """Return what the function returns, read, or why it failed."""
+        try:
+            found = self._find()
+            if isinstance(found, Mapping):
+                return Found(*check_hosts(found.items()))
+            if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+                what = "a mapping of hosts to slots, or an iterable of lines such as 'h' or 'h:2'"
+                return DiscoveryFailed(f"the call returned {show_value(found)}: expected {what}")
+            lines = list(islice(found, _MOST_HOSTS + 1))
+            if len(lines) > _MOST_HOSTS:
+                return DiscoveryFailed(f"the call returned more than {_MOST_HOSTS} lines")
+            return Found(*parse_lines(lines, self._slots))
+        except BaseException as exc:  # of the user's code, where sys.exit() is possible too
+            said = " / ".join(filter(None, map(str.strip, traceback.format_exception_only(exc))))
+            return DiscoveryFailed(f"the call raised {said[:_ERRORS_SHOWN]}")
+
+
+def _readable(fds: Sequence[int], wait: float) -> list[int]:
+    """Return the descriptors that are readable, or have ended, after at most so long."""
+    poll = select.poll()  # select() takes no descriptor above 1023, and a driver of many hosts has more
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(max(0.0, wait) * 1000)]

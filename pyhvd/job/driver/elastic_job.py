@@ -1,0 +1,445 @@
+"""An elastic job: its ranks are started again when some fail, or when hosts come and go.
+
+1. :mod:`pyhvd.job.machines.membership` decides which hosts take part, and when ranks are started.
+2. :mod:`pyhvd.job.driver.generation_driver` serves each set of ranks. Between two of them the agents stay in
+   :class:`~pyhvd.job.driver.kept_agents.KeptAgents`, with what ranks commit.
+3. This module acts, in one thread, and tells the machine what happens. An :class:`AgentStarter` knows where
+   agents come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pyhvd.common.text import list_hosts
+from pyhvd.job.driver.agent_command import AgentProcess
+from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
+from pyhvd.job.driver.console import Console, Terminal
+from pyhvd.job.driver.drain_socket import DrainError, DrainSocket
+from pyhvd.job.driver.function_results import error_of, take_results
+from pyhvd.job.driver.generation_driver import GenerationDriver
+from pyhvd.job.driver.held_commits import HeldCommits, Outcome, StateLostError
+from pyhvd.job.driver.kept_agents import KeptAgents
+from pyhvd.job.driver.output import Output
+from pyhvd.job.driver.signals import signals
+from pyhvd.job.driver.status_line import StatusLine
+from pyhvd.job.errors import Interrupted, LaunchError, RankError
+from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
+from pyhvd.job.machines.machine import HostTexts, Say
+from pyhvd.job.machines.membership import (
+    AskToLeave,
+    EndAgent,
+    EndGeneration,
+    Finish,
+    GiveUp,
+    Membership,
+    StartAgent,
+    StartGeneration,
+)
+from pyhvd.job.machines.roster import Place
+from pyhvd.job.network.network_choice import Wanted
+from pyhvd.job.process.signals import ENDING
+from pyhvd.job.rank.generation_env import JOB
+from pyhvd.job.spec import JobSpec
+from pyhvd.transport.tcp.session import ChannelError
+
+_STOP_S = 5.0
+# Between two looks at agents that start, while no rank runs.
+_LOOK_S = 0.05
+
+
+class _EndNow(Exception):
+    """The ranks of the running generation shall end."""
+
+
+class _GaveUp(Exception):
+    """The job is over, with this error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _Starting:
+    """An agent that is being started."""
+
+    def __init__(self, words: Sequence[str], command: AgentProcess, until: float) -> None:
+        self.words = words
+        self.command = command
+        self.until = until
+
+    def is_up(self) -> bool:
+        """Return whether the agent has spoken, so that its side of the handshake is over too.
+
+        What it said is dropped: it greets again before its first job.
+        """
+        connection = self.command.connection
+        try:
+            connection.pump_out()
+            connection.pump_in()
+        except ChannelError:
+            connection.close()
+            return False
+        return connection.spoken
+
+    def has_failed(self, now: float) -> bool:
+        """Return whether it will not come up."""
+        self.command.listen()
+        return now > self.until or not self.command.connection.open
+
+    def end(self) -> tuple[int, str]:
+        """End it; return its exit code, and what it said."""
+        ended = self.command.end()
+        self.command.close()
+        return ended
+
+
+class Finds(Protocol):
+    """Finds hosts, or fails to."""
+
+    def take(self) -> list[Found | DiscoveryFailed]:
+        """Return what was found since the last call."""
+
+
+class AgentStarter(Protocol):
+    """Starts and ends the agents of an elastic job, and knows what their hosts must have."""
+
+    def command(self, host: str) -> Sequence[str]:
+        """Return the command that starts a host's agent."""
+
+    def start(self, command: Sequence[str]) -> AgentProcess:
+        """Start an agent; raise OSError if that is not possible."""
+
+    def end(self, host: str, agent: AgentProcess) -> None:
+        """End the agent of a host that leaves the job."""
+
+    def explain(self, host: str, code: int, said: str) -> tuple[str, bool]:
+        """Return why a host's command failed; see :data:`~pyhvd.job.driver.agent_source.Explain`."""
+
+    def prepare(self, places: Sequence[Place]) -> tuple[list[HostSlots], Checked, Wanted]:
+        """Return the hosts of a generation, what they must have, and the network; may raise LaunchError."""
+
+    def leaving(self) -> Mapping[str, str]:
+        """Return the hosts that will be taken away, and why; they may come again."""
+
+    def why_over(self, number: int, now: float) -> Exception | None:
+        """Return why the job cannot go on after this generation; None if it can."""
+
+    def close(self) -> None:
+        """Free what the agents needed, after they have ended."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One set of ranks that is being served, or was: its driver, its agents, and what their hosts hold."""
+
+    driver: GenerationDriver
+    source: CommandSource
+    held: HeldCommits
+    terminal: Terminal | None
+
+    def serves(self, host: str) -> bool:
+        """Return whether this generation has ranks on a host."""
+        return host in self.source.pool.names
+
+    @property
+    def stopped_by(self) -> int:
+        """The signal that shall end the job and that nobody has passed on yet; 0 without one."""
+        noted = [] if self.terminal is None else self.terminal.signals
+        return next((number for number in noted if number in ENDING), 0)
+
+    def hearing_signals(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the ranks get this process's signals, if it is pyhvdrun."""
+        if self.terminal is None:
+            return contextlib.nullcontext()
+        return signals(self.terminal, self.driver.selector)
+
+
+class ElasticJob:
+    """One elastic job, in the thread that calls :meth:`serve`.
+
+    Parameters
+    ----------
+    spec : JobSpec
+        What the ranks run.
+    membership : Membership
+        Decides.
+    starter : AgentStarter
+        Starts agents.
+    discovery : object or None
+        Finds hosts, as :class:`~pyhvd.job.driver.discovery.Discovery` does.
+    output : Output
+        Shows the ranks' output.
+    say : callable
+        Shows a line of the job's own.
+    status : StatusLine, optional
+        Shows how far the first start has come; None if a program has started this job, which then keeps its
+        signals and stdin.
+
+    Attributes
+    ----------
+    last : Generation or None
+        The last generation, which is over.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        membership: Membership,
+        starter: AgentStarter,
+        discovery: Finds | None,
+        output: Output,
+        say: Callable[[str], None],
+        status: StatusLine | None = None,
+    ) -> None:
+        self.last: Generation | None = None
+        self._spec = dataclasses.replace(spec, env={**spec.env, JOB: secrets.token_hex(3)})
+        self._membership = membership
+        self._starter = starter
+        self._discovery = discovery
+        self._output = output
+        self._say = say
+        self._status = status
+        self._kept = KeptAgents()  # without ranks
+        self._commit = 0  # the newest of which an agent has told
+        self._holders: set[str] | None = None  # of the last generation, but for those that are lost
+        self._starting: dict[str, _Starting] = {}
+        self._up: dict[str, Sequence[str]] = {}  # the commands of agents that are up, by host
+        self._next: StartGeneration | None = None
+        self._running: Generation | None = None
+        self._finished = False
+        self._requests: DrainSocket | None = None
+        with contextlib.suppress(OSError):  # without a private folder: hosts are drained by signals only
+            self._requests = DrainSocket()
+
+    # -- its life --------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Run generations until the ranks of one have all returned.
+
+        Raises
+        ------
+        LaunchError
+            There are not enough hosts.
+        RankError
+            Ranks fail again and again.
+        Interrupted
+            A signal ended the job.
+        """
+        try:
+            while not self._finished:
+                self._step(time.monotonic())
+                begins, self._next = self._next, None
+                if begins is not None:
+                    self._run(begins)
+                elif not self._finished:
+                    time.sleep(_LOOK_S)
+        except _GaveUp as exc:
+            raise exc.error from None
+
+    def close(self) -> None:
+        """End all agents."""
+        if self._requests is not None:
+            self._requests.close()
+        for starting in self._starting.values():
+            starting.end()
+        self._kept.close()
+        self._starter.close()
+
+    def serve_function(self) -> list[Any]:
+        """Do :meth:`serve` for ranks that run a function; return what the last ones returned.
+
+        Raises
+        ------
+        RankFailedError
+            Ranks fail again and again.
+        """
+        try:
+            self.serve()
+        except RankError as exc:
+            error = error_of(exc)
+            raise error from error.__cause__
+        assert self.last is not None
+        return take_results(self.last.driver)
+
+    # -- what happens ----------------------------------------------------------------------------------
+
+    def _step(self, now: float) -> None:
+        """Tell the machine what has happened, and do what it decides."""
+        if (error := self._starter.why_over(self._membership.number, now)) is not None:
+            raise _GaveUp(error)
+        self._look_at_discovery(now)
+        self._look_at_agents(now)
+        self._look_at_notices(now)
+        if self._running is not None:
+            self._membership.committed(self._running.held.commits, now)
+        for action in self._membership.tick(now):
+            if isinstance(action, StartGeneration):
+                self._next = action
+            elif isinstance(action, StartAgent):
+                self._start_agent(action.host, now)
+            elif isinstance(action, EndAgent):
+                self._end_agent(action.host)
+            elif isinstance(action, AskToLeave) and self._running is not None:
+                self._running.driver.ask_to_leave(action.number)
+            elif isinstance(action, EndGeneration):
+                raise _EndNow
+            elif isinstance(action, GiveUp):
+                raise _GaveUp(action.error)
+            elif isinstance(action, Finish):
+                self._finished = True
+            elif isinstance(action, Say):
+                self._say(action.text)
+
+    def _look_at_discovery(self, now: float) -> None:
+        if self._discovery is None:
+            return
+        for found in self._discovery.take():
+            if isinstance(found, DiscoveryFailed):
+                self._membership.discovery_failed(found.why, now)
+            else:
+                self._membership.discover(found.hosts, now, found.problems)
+
+    def _look_at_agents(self, now: float) -> None:
+        for host, starting in list(self._starting.items()):
+            if starting.is_up():
+                del self._starting[host]
+                self._up[host] = starting.words
+                self._kept.keep(starting.words, starting.command)
+                self._membership.agent_up(host, now)
+            elif starting.has_failed(now):
+                del self._starting[host]
+                self._fail_agent(host, *starting.end(), now)
+        for host, words in list(self._up.items()):
+            if not self._has_ranks(host) and not self._kept.has(words):
+                self._lose_agent(host, "its agent is gone", now)
+
+    def _look_at_notices(self, now: float) -> None:
+        """Drain the hosts that will be taken away, as their agents, their cluster or the user say."""
+        if self._running is not None:
+            for host, why in self._running.held.leaving.items():
+                self._membership.drain(host, now, why)
+            self._running.held.leaving.clear()
+        for host, why in self._starter.leaving().items():
+            self._membership.drain(host, now, why)
+        if self._requests is not None:
+            self._requests.serve(lambda host: self._drain(host, now))
+        for words, why in self._kept.take_leaving():
+            for host in [host for host, known in self._up.items() if known == words]:
+                self._membership.drain(host, now, why)
+
+    def _drain(self, host: str, now: float) -> str:
+        """Drain a host for the user; return what to answer."""
+        if not self._membership.drain(host, now, "the user has asked for it"):
+            known = list_hosts(self._membership.hosts)
+            raise DrainError(f"host {host} is none of the job's hosts: {known}")
+        return f"host {host} is drained: its ranks leave at their next commit or check"
+
+    def _has_ranks(self, host: str) -> bool:
+        return self._running is not None and self._running.serves(host)
+
+    def _fail_agent(self, host: str, code: int, said: str, now: float) -> None:
+        why, _ = self._starter.explain(host, code, said)
+        self._membership.agent_failed(host, why, now, random.random())
+
+    def _lose_agent(self, host: str, why: str, now: float) -> None:
+        self._forget(host)
+        self._membership.agent_lost(host, why, now, random.random())
+
+    def _forget(self, host: str) -> None:
+        """Note that a host's agent is gone, and what it has held."""
+        self._up.pop(host, None)
+        if self._holders is not None:
+            self._holders.discard(host)
+
+    # -- what is decided -------------------------------------------------------------------------------
+
+    def _start_agent(self, host: str, now: float) -> None:
+        words = self._starter.command(host)
+        try:
+            agent = self._starter.start(words)
+            self._starting[host] = _Starting(words, agent, now + self._spec.start_timeout)
+        except OSError as exc:
+            self._membership.agent_failed(host, f"{words[0]} cannot be started: {exc}", now, 1.0)
+
+    def _end_agent(self, host: str) -> None:
+        self._forget(host)
+        starting = self._starting.pop(host, None)
+        agent = self._kept.take(self._starter.command(host)) if starting is None else None
+        if starting is not None:
+            starting.end()
+        elif agent is not None:
+            self._starter.end(host, agent)
+
+    def _make(self, begins: StartGeneration) -> Generation:
+        hosts, checked, network = self._starter.prepare(begins.places)
+        source = CommandSource(self._spec, hosts, lambda: checked, self._starter.explain, self._kept)
+        held = HeldCommits(begins.number, self._commit, self._holders)
+        terminal = None if self._status is None else Terminal(self._status, reads=begins.number == 0)
+        console = Console(self._say, self._say, terminal)
+        texts = HostTexts(source.size, source.pool.names, self._spec.start_timeout, self._spec.name_of)
+        driver = GenerationDriver(self._spec, source, texts, self._output, console, network, held, self._step)
+        return Generation(driver, source, held, terminal)
+
+    def _run(self, begins: StartGeneration) -> None:
+        """Run one generation to its end, and tell the machine how it ended."""
+        running = self._running = self._make(begins)
+        driver, failure = running.driver, None
+        try:
+            with running.hearing_signals():
+                failure = _serve(running)
+                driver.settle()
+            running.source.keep_agents()
+        finally:
+            self._running = None
+            driver.stop("the job is over", _STOP_S)
+            driver.close()
+        self.last = running
+        done = failure is None and running.held.outcome is Outcome.DONE
+        self._report(running, failure, done, time.monotonic())
+        if running.stopped_by and not done:
+            raise _GaveUp(Interrupted(running.stopped_by, ""))
+
+    def _report(self, over: Generation, failure: Exception | None, done: bool, now: float) -> None:
+        """Tell the machine how a generation ended."""
+        held = over.held
+        if held.began_from is not None and held.began_from < self._commit:
+            self._commit = held.began_from
+            self._membership.rolled_back(self._commit)
+        self._commit = max([self._commit, *held.commits.values()])
+        self._membership.committed(held.commits, now)
+        for host, why in over.source.refused.items():
+            self._membership.agent_failed(host, why, now, random.random())
+            self._end_agent(host)
+        lost = dict(held.lost)
+        self._holders = None if held.holders is None else held.holders - set(lost)
+        host = getattr(failure, "host", "")
+        if failure is None:
+            (self._membership.generation_done if done else self._membership.generation_left)(now)
+        elif host in lost:
+            self._up.pop(host, None)
+            self._membership.host_failed(failure, host, lost.pop(host), now, random.random())
+        else:
+            self._membership.rank_failed(failure, host, now, random.random())
+        for host, why in lost.items():
+            self._lose_agent(host, why, now)
+
+
+def _serve(running: Generation) -> RankError | LaunchError | None:
+    """Serve a generation; return why it failed, if it did."""
+    try:
+        running.driver.serve()
+    except StateLostError as exc:
+        raise _GaveUp(exc) from None
+    except (RankError, LaunchError) as exc:
+        return exc
+    except _EndNow:
+        running.held.outcome = Outcome.LEFT
+    return None

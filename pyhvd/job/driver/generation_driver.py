@@ -1,0 +1,495 @@
+"""The driver of one set of ranks: agents register, start the ranks, and are watched until these are over.
+
+The thread that calls :meth:`GenerationDriver.serve` does all the work; the driver starts no thread. A job
+without elastic training has one set of ranks, an elastic job one after the other. Its parts:
+
+1. :mod:`pyhvd.job.driver.agent_source` brings the agents, and :mod:`pyhvd.job.connections` holds the
+   connections to them.
+2. :mod:`pyhvd.job.mpi.rendezvous` makes the ranks one MPI world, and says which ranks an agent owns.
+3. :mod:`pyhvd.job.machines.machine` decides when ranks start, and what ends them.
+4. :mod:`pyhvd.job.driver.console` is the user's side, and :mod:`pyhvd.job.driver.held_commits` knows what
+   the hosts of an elastic job hold.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+
+import msgspec
+
+from pyhvd.common.text import list_some
+from pyhvd.job.connections import ELASTIC_SILENT_S, SILENT_S, ConnectionServer, Peer
+from pyhvd.job.driver.agent_source import AgentSource
+from pyhvd.job.driver.console import Console
+from pyhvd.job.driver.held_commits import RESTORE_S, HeldCommits, Outcome
+from pyhvd.job.driver.output import Output
+from pyhvd.job.errors import RankError
+from pyhvd.job.machines.machine import (
+    NEWER_ATTEMPT,
+    Action,
+    Begin,
+    Done,
+    End,
+    JobMachine,
+    JobTexts,
+    Late,
+    PassOn,
+    Pause,
+    Say,
+    StartCommand,
+    Tell,
+)
+from pyhvd.job.messages import (
+    Again,
+    Beat,
+    CodePart,
+    DaemonEnded,
+    DaemonOutput,
+    Dialed,
+    Ended,
+    EnteringInit,
+    Failed,
+    FromAgent,
+    FromDriver,
+    Hello,
+    InputAck,
+    Leave,
+    Listening,
+    Member,
+    OutputAck,
+    Pmi,
+    RankOutput,
+    RankProxy,
+    Remark,
+    Restore,
+    Restored,
+    ResultAck,
+    ResultPart,
+    Signal,
+    Start,
+    Stop,
+    parts,
+)
+from pyhvd.job.mpi.rank_env import horovod_variables
+from pyhvd.job.mpi.rendezvous import RankPlacement, Rendezvous
+from pyhvd.job.network.network_choice import Wanted
+from pyhvd.job.process.exit_report import EXIT
+from pyhvd.job.spec import JobSpec
+
+# At Ctrl-Z the agents have this long to be told.
+_TELL_S = 1.0
+
+
+class GenerationDriver:
+    """Serves one set of ranks.
+
+    Parameters
+    ----------
+    spec : JobSpec
+        What the ranks run.
+    source : AgentSource
+        Brings the agents.
+    texts : JobTexts
+        The errors.
+    output : Output
+        Shows the ranks' output.
+    console : Console
+        The user's side.
+    network : Wanted, optional
+        What the user wants of the network between the hosts; None if nothing is to be chosen.
+    held : HeldCommits, optional
+        What the hosts hold; None if the job is not elastic.
+    each_step : callable, optional
+        Called with the time, at least four times a second.
+
+    Attributes
+    ----------
+    connections : ConnectionServer
+        The connections to the agents.
+    machine : JobMachine
+        Decides.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        source: AgentSource,
+        texts: JobTexts,
+        output: Output,
+        console: Console,
+        network: Wanted | None = None,
+        held: HeldCommits | None = None,
+        each_step: Callable[[float], object] | None = None,
+    ) -> None:
+        epoch = time.time() - time.monotonic()
+        self.machine = JobMachine(source.size, source.pool, texts, spec.start_timeout, epoch, network)
+        self.machine.ends_late = spec.ends_late
+        self.connections = ConnectionServer(
+            *(source.secret, source.addresses, source.size, self._handle, self._lose, source.gone)
+        )
+        self.connections.selector.register(output, selectors.EVENT_READ, self._acknowledge_output)
+        self._console = console
+        self._terminal = console.terminal
+        self._spec = spec
+        self._source = source
+        self._output = output
+        self._shows_network = network is not None and network.show
+        self._rendezvous = Rendezvous()
+        self._by_rank: dict[int, Peer] = {}
+        self._exceptions: dict[int, bytes] = {}
+        self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
+        self._held = held
+        self._each_step = each_step
+        self._asked = 0  # the generation for which the ranks shall make room
+        self._settling: set[Peer] = set()  # the agents that still end their ranks
+        self._stop_reason: str | None = None
+        self._done = False
+        if held is not None:
+            self.connections.silent_s = ELASTIC_SILENT_S
+        source.join(self.connections)
+
+    @property
+    def placements(self) -> list[RankPlacement]:
+        """Where the ranks are; empty before they start."""
+        return self.machine.placements
+
+    @property
+    def selector(self) -> selectors.BaseSelector:
+        """The selector on which each turn waits; the turn calls a ready key's ``data`` without arguments."""
+        return self.connections.selector
+
+    # ---- the life of a generation
+
+    def serve(self) -> None:
+        """Start the agents and the ranks, and return when all ranks have ended without error.
+
+        Raises
+        ------
+        LaunchError
+            The job could not start; the text has a line for each host that is the reason.
+        RankError
+            A rank failed, or a host is lost.
+        Interrupted
+            A signal in the terminal's list ended the job.
+        """
+        self.begin()
+        try:
+            while not self._done:
+                now = self.step()
+                while self._terminal is not None and self._terminal.signals:
+                    self._perform_all(self.machine.signal(self._terminal.signals.pop(0), now))
+        except RankError as exc:
+            exc.exception = self._exceptions.get(exc.rank, b"")
+            raise
+
+    def begin(self) -> None:
+        """Let the agents start; meanwhile look at what this host has."""
+        now = time.monotonic()
+        self.machine.until = now + self._spec.start_timeout
+        self._perform_all(self.machine.tick(now))
+        self._rendezvous = self._source.find_rendezvous()
+
+    def step(self) -> float:
+        """Handle events for at most one tick, and do what is due; return the time."""
+        self.connections.turn()
+        now = time.monotonic()
+        self._rendezvous.check(now)
+        self._perform_all(self.machine.tick(now))
+        if self.machine.all_registered and not self.placements:
+            placements = self._rendezvous.placements()
+            if placements and self._may_start(now):
+                self._start(placements)
+        self._source.check(now)
+        if self._terminal is not None:
+            self._terminal.step(self.machine.describe_start, now)
+        if self._each_step is not None:
+            self._each_step(now)
+        return now
+
+    def receive_the_rest(self) -> None:
+        """Receive what the ranks' agents sent before they ended, until they disconnect or fall silent."""
+        while any(peer.ranks and self.connections.hears(peer) for peer in self.connections.peers):
+            self.connections.turn()
+            self._rendezvous.check(time.monotonic())
+
+    def ask_to_leave(self, generation: int) -> None:
+        """Let the ranks make room for a later generation, at their next commit or check."""
+        self._asked = generation
+        for peer in self.connections.peers:
+            if peer.connection.authenticated:
+                peer.send(Leave(generation))
+
+    def settle(self) -> None:
+        """End the ranks that are left, show their output, and wait for each host's newest commit."""
+        assert self._held is not None
+        speaking = [peer for peer in self.connections.peers if peer.connection.authenticated]
+        self._settling = {peer for peer in speaking if peer.connection.open}
+        for peer in self._settling:
+            peer.send(Again())
+        until = time.monotonic() + SILENT_S
+        while self._settling and time.monotonic() < until:
+            self.connections.turn()
+        self._stop_reason = "the generation is over"
+        for peer in list(self.connections.peers):
+            if peer in self._settling or not (peer.connection.authenticated and peer.connection.open):
+                why = "did not end its ranks in time"
+                self._held.lose(self._source.name_of(peer), why, counts=True)
+                self.connections.drop(peer, why)
+
+    def stop(self, reason: str, timeout: float) -> None:
+        """Tell all agents to kill their ranks; wait at most `timeout` seconds until they have disconnected.
+
+        The wait skips agents that have fallen silent. Those of commands are dropped at once if they are still
+        starting, or have said that their last rank has ended: a command ends when its channel does, which ssh
+        keeps open until then.
+        """
+        self._stop_reason = reason
+        if self._terminal is not None:
+            self._terminal.status.end()
+        for peer in list(self.connections.peers):
+            over = bool(peer.ranks) and peer.ranks <= self.machine.ended
+            if peer.adopted and (over or not peer.connection.authenticated):
+                self.connections.drop(peer, reason)
+                continue
+            peer.feed = iter(())
+            if peer.connection.authenticated:
+                peer.send(Stop(reason, quietly=True))
+        self._rendezvous.stop()
+        until = time.monotonic() + timeout
+        while any(map(self.connections.hears, self.connections.peers)) and time.monotonic() < until:
+            self.connections.turn()
+
+    def close(self) -> None:
+        """End the agents' commands and the rendezvous, and close all connections."""
+        if self._terminal is not None:
+            self._terminal.close()
+        self._source.close()
+        try:
+            self._rendezvous.close()
+        finally:
+            self.connections.close()
+
+    def take_result(self, rank: int) -> bytearray:
+        """Return what a rank's function returned, pickled; after :meth:`serve`, and only once."""
+        return self._results.pop(rank)
+
+    # ---- what is decided
+
+    def _perform_all(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, StartCommand):
+            self._source.start(action.host)
+        elif isinstance(action, Begin):
+            if self.machine.network is not None:
+                self._say_who_is_one(action.groups)
+            self._rendezvous.begin(self, action.groups)
+        elif isinstance(action, Tell):
+            self.tell_agent(action.index, action.message)
+        elif isinstance(action, PassOn):
+            for peer in self.connections.peers:
+                if peer.ranks:
+                    peer.send(Signal(action.number))
+        elif isinstance(action, Pause):
+            self._pause()
+        elif isinstance(action, Say):
+            self._console.warn(action.text)
+        elif isinstance(action, Done):
+            self._done = True
+        elif isinstance(action, Late):
+            raise self.machine.late_error(self._rendezvous.waits_for())
+        elif isinstance(action, End):
+            raise action.error
+
+    def _say_who_is_one(self, groups: Iterable[Sequence[Member]]) -> None:
+        names = self.machine.pool.names
+        for group in groups:
+            if len(group) > 1:
+                both = list_some([names[member.index] for member in group], " and ")
+                self._console.say(f"pyhvd: {both} are one host")
+
+    def _pause(self) -> None:
+        """Stop this process, as Ctrl-Z does, after the agents have been told."""
+        until = time.monotonic() + _TELL_S
+        while any(peer.connection.wants_write for peer in self.connections.peers):
+            self.connections.turn()
+            if time.monotonic() > until:
+                break
+        if self._terminal is not None:
+            self._terminal.status.clear()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _may_start(self, now: float) -> bool:
+        """Return whether the commit is there from which the ranks go on; the store may have to be asked."""
+        held, elastic = self._held, self._spec.elastic
+        if held is None or elastic is None:
+            return True
+        if held.asks_store(elastic):
+            self.machine.until = now + RESTORE_S
+            self.tell_agent(0, Restore())
+        if held.is_restoring:
+            return False
+        held.begin(set(self.machine.pool.names), self._console.say)
+        return True
+
+    def _start(self, placements: list[RankPlacement]) -> None:
+        network = self.machine.network
+        if self._shows_network and network is not None and (line := network.describe()):
+            self._console.say(f"pyhvd: {line}")
+        self.machine.place(placements)
+        code = parts(self._spec.code)
+        for peer in self.connections.peers:
+            if peer.member is None:
+                continue
+            peer.ranks = self.machine.ranks_of(peer.member.index)
+            owned = [placement for placement in placements if placement.rank in peer.ranks]
+            self._by_rank |= dict.fromkeys(peer.ranks, peer)
+            peer.feed = chain(map(CodePart, code), map(self._start_message, owned))
+        if self._terminal is not None:
+            first = self._by_rank[0]
+            first.feed = chain(first.feed, self._terminal.input_for(first, self.selector))
+        if self._asked:  # agents without ranks have not taken notice
+            self.ask_to_leave(self._asked)
+
+    def _start_message(self, placement: RankPlacement) -> Start:
+        start = Start(
+            rank=placement.rank,
+            size=self.machine.size,
+            local_rank=placement.local_rank,
+            local_size=placement.local_size,
+            env={**self._variables(placement), **self._rendezvous.variables(placement.rank)},
+            executable=self._spec.executable,
+            pmi=self._rendezvous.speaks_pmi,
+        )
+        if (network := self.machine.network) is None:
+            return start
+        return msgspec.structs.replace(start, defaults=dict(network.variables(placement.index)))
+
+    def _variables(self, placement: RankPlacement) -> Mapping[str, str]:
+        """Return the variables of a rank, in addition to those of its agent and of its MPI."""
+        across = [other.rank for other in self.placements if other.local_rank == placement.local_rank]
+        own = horovod_variables(
+            *(self.machine.host_of(placement), placement.rank, self.machine.size),
+            *(placement.local_rank, placement.local_size, across.index(placement.rank), len(across)),
+        )
+        if self._held is None or self._spec.elastic is None:
+            return {**own, **self._spec.env}
+        first_ranks: dict[str, int] = {}
+        for each in self.placements:
+            first_ranks.setdefault(self.machine.host_of(each), each.rank)
+        return {**own, **self._spec.env, **self._held.variables(self._spec.elastic, first_ranks)}
+
+    # ---- what is heard
+
+    def _handle(self, peer: Peer, message: FromAgent) -> None:
+        if self._held is not None and isinstance(message, Hello | Beat | Remark | Restored):
+            self._held.hear(self._source.name_of(peer), message, self._console.say)
+        if isinstance(message, Hello | Member | Restored | Listening | Dialed):
+            self._handle_of_agent(peer, message)
+        elif isinstance(message, InputAck):
+            if self._terminal is not None:
+                self._terminal.acknowledge_input(message.count)
+        elif isinstance(message, RankProxy | DaemonOutput | DaemonEnded):
+            if self._stop_reason is None:
+                self._rendezvous.hear(peer, message)
+        elif isinstance(message, Failed):
+            if message.report.rank in peer.ranks:
+                self._note_failure(message)
+        elif not isinstance(message, Beat | Remark) and message.rank in peer.ranks:
+            self._handle_of_rank(peer, message)
+
+    def _handle_of_agent(self, peer: Peer, message: Hello | Member | Restored | Listening | Dialed) -> None:
+        if isinstance(message, Member):
+            self._register(peer, message)
+        elif isinstance(message, Restored):
+            self.machine.until = time.monotonic() + self._spec.start_timeout
+        elif isinstance(message, Listening | Dialed):
+            if peer.member is not None:
+                self._perform_all(self.machine.hear(peer.member.index, message))
+        elif peer in self._settling:
+            self._settling.discard(peer)
+        else:
+            self._source.greet(peer, message)
+
+    def _handle_of_rank(
+        self, peer: Peer, message: ResultPart | RankOutput | Pmi | EnteringInit | Ended
+    ) -> None:
+        if isinstance(message, RankOutput):
+            self._output.write(message.rank, message.stream, message.data)
+        elif isinstance(message, Pmi):
+            if message.line.startswith("cmd=init"):  # by the rank, or by what it has started
+                self.machine.enter(message.rank, time.monotonic())
+            self._rendezvous.hear(peer, message)
+        elif isinstance(message, EnteringInit):
+            self.machine.enter(message.rank, time.monotonic())
+        elif isinstance(message, ResultPart):
+            self._results[message.rank] += message.data
+            peer.send(ResultAck(message.rank, len(message.data)))
+        else:
+            if message.left and self._held is not None:
+                self._held.outcome = Outcome.LEFT
+            self.machine.end(message.rank, time.monotonic())
+            self._rendezvous.leave(message.rank)
+
+    def _acknowledge_output(self) -> None:
+        for rank, count in self._output.take_shown().items():
+            self.tell_rank(rank, OutputAck(rank, count))
+
+    def _note_failure(self, failed: Failed) -> None:
+        self._exceptions.setdefault(failed.report.rank, failed.exception)
+        ended = failed.silent and self._rendezvous.ends_ranks
+        self.machine.report(failed.report, time.monotonic(), ended=ended)
+
+    def _register(self, peer: Peer, member: Member) -> None:
+        if self._stop_reason is not None:  # Spark has reused a Spark slot that became free as the job ended
+            peer.send(Stop(self._stop_reason, quietly=True))
+            return
+        if not self._source.admits(peer, member):
+            return
+        if refused := self.machine.register(member):
+            peer.send(Stop(refused))
+            return
+        for other in self.connections.peers:
+            if other.member is not None and other.member.index == member.index:
+                other.member = None
+                other.send(Stop(NEWER_ATTEMPT))
+        peer.member = member
+
+    def _lose(self, peer: Peer, why: str, waited: bool) -> None:
+        """Handle the loss of an agent; before all have registered, another may take its place."""
+        host, counts = self._source.name_of(peer), self._stop_reason is None
+        self._settling.discard(peer)
+        ended = bool(peer.ranks) and peer.ranks <= self.machine.ended
+        if counts and not ended:  # else close() waits for all commands together
+            words = self._source.lose(peer, why, waited=waited, began=self.machine.all_registered)
+            counts = words is not None
+            if words is not None and peer.member is not None:
+                why_and_words = "; ".join([why, *words])
+                self.machine.lose(peer.member, why_and_words, time.monotonic(), waited=waited)
+        if self._held is not None:
+            self._held.lose(host, why, counts=counts)
+
+    # ---- for the rendezvous
+
+    def tell_rank(self, rank: int, message: FromDriver) -> None:
+        """Send a message to a rank's agent."""
+        if rank in self._by_rank:  # else its agent was lost before the ranks started
+            self._by_rank[rank].send(message)
+
+    def tell_agent(self, index: int, message: FromDriver) -> None:
+        """Send a message to an agent."""
+        for peer in self.connections.peers:
+            if peer.member is not None and peer.member.index == index:
+                peer.send(message)
+
+    def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
+        """Record a failure of a rank; rank -1 for a failure that belongs to no rank."""
+        self.machine.blame(rank, text, code, time.monotonic(), kind)

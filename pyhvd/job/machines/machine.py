@@ -1,0 +1,528 @@
+"""The life of one set of ranks: when they start, and which failure ends them. Pure.
+
+Events are calls, with the time where it matters. :meth:`JobMachine.tick` returns what is to be done. Which
+agents there are says :mod:`pyhvd.job.machines.agent_pool`.
+
+Invariants
+----------
+1. An agent is accepted only before all have registered. So the ranks of a job never change their agents.
+2. The ranks are placed once, when every agent has registered.
+3. A job ends once, with the failure that explains the others, and not before that is settled.
+4. A lost agent is a failure of its lowest rank that had neither ended nor failed; it is none after all of its
+   ranks have ended.
+5. If any host has a problem, no rank starts. The others have a short time to show theirs; then the error has
+   a line for each.
+6. After a signal that ends the job no failure counts: the ranks end because of the signal. The job then ends
+   only when each rank has ended or failed, or its time is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from signal import SIGCONT, SIGTSTP
+from typing import Protocol
+
+from pyhvd.common.text import list_numbers
+from pyhvd.job.errors import Interrupted, LaunchError, RankError
+from pyhvd.job.machines.agent_pool import AgentPool
+from pyhvd.job.machines.failure import FailureAnalysis
+from pyhvd.job.messages import Dialed, FromDriver, Listening, Member
+from pyhvd.job.mpi.rendezvous import RankPlacement
+from pyhvd.job.network.network_choice import NetworkChoice, Wanted
+from pyhvd.job.process.exit_report import ENDED, EXIT, INTERRUPT, LOST, ExitReport, root_cause
+from pyhvd.job.process.signals import ENDING, GRACE_S, SAY_WAITING_S, describe_waiting
+from pyhvd.job.spec import START_TIMEOUT, NameOf, flag_of
+
+NEWER_ATTEMPT = "a newer attempt of this task has registered"
+_ALL_THERE = "all tasks of the job have registered already, and none can be replaced"
+GOES_ON = "; the job goes on, as no start timeout was given that would end it"
+"""Follows the text about a late rank that does not end the job."""
+# A start that makes no progress for so long names hosts that it waits for, but not more than these.
+_SLOW_S = 3.0
+_SLOW_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Begin:
+    """All agents have registered: begin to make their ranks one world."""
+
+    groups: Sequence[Sequence[Member]]
+
+
+@dataclass(frozen=True)
+class Late:
+    """The ranks have not found their places in time: the job ends with an error that says why."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over, with this error."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a message to an agent."""
+
+    index: int
+    message: FromDriver
+
+
+@dataclass(frozen=True)
+class StartCommand:
+    """Start the command of a host's agent."""
+
+    host: int
+
+
+@dataclass(frozen=True)
+class PassOn:
+    """Send a signal to all ranks."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Send what is to be sent, and stop this process until it is continued."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """Show a line of the driver's own."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """All ranks have ended without error."""
+
+
+Action = Begin | Late | End | Done | Tell | StartCommand | PassOn | Pause | Say
+
+
+class JobTexts(Protocol):
+    """The errors of a job, which each kind of launcher words in its own way."""
+
+    def name(self, placement: RankPlacement) -> str:
+        """Return the name of a rank's host."""
+
+    def describe_loss(self, member: Member, why: str) -> str:
+        """Return what to say of an agent that was lost before its ranks had started."""
+
+    def late_error(self, waits_for: str) -> Exception:
+        """Return the error of ranks that have not found their places in time, and what they wait for."""
+
+    def missing_error(self, pool: AgentPool) -> Exception:
+        """Return the error for agents that have not registered in time."""
+
+    def failure(self, cause: ExitReport, placement: RankPlacement | None) -> Exception:
+        """Return the error of a job that failed; without a placement it is the fault of no rank."""
+
+
+@dataclass(frozen=True)
+class HostTexts:
+    """The errors of a job on hosts.
+
+    Attributes
+    ----------
+    size : int
+        The number of ranks.
+    names : sequence of str
+        The hosts' names, by the index of their agents.
+    start_timeout : float
+        Seconds.
+    name_of : NameOf
+        The names of options.
+    """
+
+    size: int
+    names: Sequence[str]
+    start_timeout: float
+    name_of: NameOf = flag_of
+
+    def name(self, placement: RankPlacement) -> str:
+        """See :meth:`JobTexts.name`."""
+        return self.names[placement.index]
+
+    def describe_loss(self, member: Member, why: str) -> str:
+        """See :meth:`JobTexts.describe_loss`."""
+        return f"host {self.names[member.index]} {why}"
+
+    def late_error(self, waits_for: str) -> Exception:
+        """See :meth:`JobTexts.late_error`."""
+        option = self.name_of(START_TIMEOUT)
+        return LaunchError(
+            f"not all ranks have started within {self.start_timeout:g} s ({option}): {waits_for}"
+        )
+
+    def missing_error(self, pool: AgentPool) -> Exception:
+        """See :meth:`JobTexts.missing_error`."""
+        return pool.missing_error(
+            f"its agent has not started within {self.start_timeout:g} s ({self.name_of(START_TIMEOUT)})"
+        )
+
+    def failure(self, cause: ExitReport, placement: RankPlacement | None) -> Exception:
+        """See :meth:`JobTexts.failure`."""
+        host = "" if placement is None else self.name(placement)
+        text = cause.text
+        if not cause.titled:
+            who = "" if placement is None else f"rank {cause.rank} of {self.size} on host {host} "
+            text = f"pyhvd: {who}{text}"
+        # MPI_Abort takes any code; 256 would look like success.
+        return RankError(text, cause.code & 0xFF or 1, cause.rank, host, cause.traceback)
+
+
+class JobMachine:
+    """The life of one set of ranks.
+
+    Parameters
+    ----------
+    size : int
+        The number of ranks.
+    pool : AgentPool
+        Their agents.
+    texts : JobTexts
+        The errors.
+    start_timeout : float
+        How long ranks may wait in MPI_Init for others, in seconds.
+    epoch : float
+        The wall-clock time when the caller's time was 0: reports of failures have wall-clock times.
+    wanted : Wanted, optional
+        The network that the user wants; None if nothing is to be chosen.
+
+    Attributes
+    ----------
+    until : float
+        The ranks must have started by then.
+    ends_late : bool
+        Whether a rank that is late in MPI_Init ends the job.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        pool: AgentPool,
+        texts: JobTexts,
+        start_timeout: float,
+        epoch: float = 0.0,
+        wanted: Wanted | None = None,
+    ) -> None:
+        self.size = size
+        self.pool = pool
+        self.until = math.inf
+        self.ends_late = False
+        self.placements: list[RankPlacement] = []
+        self.ended: set[int] = set()
+        self._texts = texts
+        self._epoch = epoch
+        self._entrance = Entrance(size, start_timeout)
+        self._failures = FailureAnalysis()
+        self._begun = False
+        self._owned: dict[int, frozenset[int]] = {}
+        self._by_rank: dict[int, RankPlacement] = {}
+        self._wanted = wanted
+        self._network: NetworkChoice | None = None
+        self._probes = count()
+        self._stopped_by = 0
+        self._end_at = self._say_waiting_at = math.inf
+        self._interrupts: list[ExitReport] = []
+        self._over: set[int] = set()  # ranks that have failed since the signal
+        self._progress = -1, 0  # hosts that are up, and ranks that are ready
+        self._progress_at = 0.0
+
+    @property
+    def all_registered(self) -> bool:
+        """Whether all agents have registered; from then on a lost agent is a failure."""
+        return self._begun
+
+    @property
+    def failing(self) -> bool:
+        """Whether the job will end with a failure."""
+        return self._failures.settled_at < math.inf
+
+    @property
+    def network(self) -> NetworkChoice | None:
+        """The network of the ranks, after all agents have registered; None if none is chosen."""
+        return self._network
+
+    def ranks_of(self, index: int) -> frozenset[int]:
+        """Return the ranks of an agent; none before they start."""
+        return self._owned.get(index, frozenset())
+
+    def host_of(self, placement: RankPlacement) -> str:
+        """Return the name of a rank's host."""
+        return self._texts.name(placement)
+
+    def late_error(self, waits_for: str) -> Exception:
+        """Return the error of ranks that have not found their places in time, and what they wait for."""
+        return self._texts.late_error(waits_for)
+
+    # ---- events of agents
+
+    def register(self, member: Member) -> str:
+        """Accept an agent, in place of an older attempt of the same index; else return why not."""
+        if self._begun:
+            return _ALL_THERE
+        return "" if self.pool.register(member) else NEWER_ATTEMPT
+
+    def lose(self, member: Member, why: str, now: float, *, waited: bool = False) -> None:
+        """Note the loss of an agent; before all have registered, another one may take its place."""
+        owned = self.ranks_of(member.index)
+        left = owned - self.ended
+        if not self._begun:
+            self._network = None  # the next agent there probes with the others again
+        if self._stopped_by:
+            self._over |= owned
+        elif not self._begun:
+            self.pool.remove(member)
+        elif not owned:
+            self.blame(-1, self._texts.describe_loss(member, why), 1, now, LOST)
+        elif left and not any(map(self._failures.has, left)):
+            self.blame(min(left), why, 1, now, LOST, waited=waited)
+
+    def hear(self, index: int, message: Listening | Dialed) -> list[Action]:
+        """Return what follows from an agent's answer to a probe of the network."""
+        return [] if self._network is None else _told(self._network.hear(index, message))
+
+    # ---- events of ranks
+
+    def place(self, placements: Sequence[RankPlacement]) -> None:
+        """Note where the ranks are, as they start."""
+        self.placements = list(placements)
+        self._by_rank = {placement.rank: placement for placement in placements}
+        owned: dict[int, set[int]] = {}
+        for placement in placements:
+            owned.setdefault(placement.index, set()).add(placement.rank)
+        self._owned = {index: frozenset(ranks) for index, ranks in owned.items()}
+
+    def enter(self, rank: int, now: float) -> None:
+        """Note that a rank calls MPI_Init."""
+        self._entrance.enter(rank, now)
+        self._check_entrance(now)
+
+    def end(self, rank: int, now: float) -> None:
+        """Note that a rank ended without error."""
+        self.ended.add(rank)
+        self._entrance.end(rank)
+        self._check_entrance(now)
+
+    def _check_entrance(self, now: float) -> None:
+        """Fail if ranks wait in MPI_Init for a rank that has ended."""
+        absent = self._entrance.absent()
+        if absent is not None and not self._failures.has(absent[0]):
+            self.blame(*absent, 1, now)
+
+    def report(self, report: ExitReport, now: float, *, ended: bool = False) -> None:
+        """Note a failure that a rank's agent reports; the report's time is that of its host's clock.
+
+        If MPI may have `ended` the rank because another one was lost, the failure gets the driver's time: the
+        earliest of these failures explains the others.
+        """
+        if self._stopped_by:
+            self._over.add(report.rank)
+            if report.kind == INTERRUPT:
+                self._interrupts.append(report)
+            return
+        when = report.when - self.pool.ahead(self._by_rank[report.rank].index)
+        report = replace(report, when=when)
+        if ended:
+            report = replace(report, kind=ENDED, when=self._epoch + now)
+        self._failures.add(report, now)
+
+    def blame(
+        self, rank: int, text: str, code: int, now: float, kind: str = EXIT, *, waited: bool = False
+    ) -> None:
+        """Note a failure that the driver has seen.
+
+        Parameters
+        ----------
+        rank : int
+            The rank; -1 for a failure that belongs to no rank.
+        text : str
+            What happened, for messages.
+        code : int
+            The job's exit code, if this is the cause.
+        now : float
+            The time.
+        kind : str
+            See :mod:`pyhvd.job.process.exit_report`.
+        waited : bool
+            Whether a better cause would be known by now.
+        """
+        if not self._stopped_by:
+            self._failures.add(ExitReport(rank, kind, code, text, self._epoch + now), now, waited)
+
+    def signal(self, number: int, now: float) -> list[Action]:
+        """Return what follows from a signal to the driver."""
+        if number == SIGTSTP:
+            return [PassOn(number), Pause(), PassOn(SIGCONT)]
+        if number in ENDING:
+            self._end_at = now if self._stopped_by else now + GRACE_S
+            self._say_waiting_at = now + SAY_WAITING_S
+            self._stopped_by = self._stopped_by or number
+        return [PassOn(number)]
+
+    # ---- decisions
+
+    def tick(self, now: float) -> list[Action]:
+        """Return what is to be done at this time; an :class:`End` is the last action of a job."""
+        if self._stopped_by:
+            return self._stop(now)
+        # On hosts the ranks' own ends say all; in Spark a failure of mpiexec before them counts.
+        if len(self.ended) == self.size and (self._wanted is not None or not self.failing):
+            return [Done()]
+        if not self.placements and self.pool.has_problem():
+            error = self.pool.problems(now)
+            return [] if error is None else [End(error)]
+        late = self._entrance.late(now)
+        if late is not None and self.ends_late:
+            self.blame(*late, 1, now)
+        if now >= self._failures.settled_at:
+            cause = self._failures.cause(self._by_rank)
+            return [End(self._texts.failure(cause, self._by_rank.get(cause.rank)))]
+        if self.placements:
+            return [] if late is None else [Say(f"pyhvd: {self._title(late[0])} {late[1]}{GOES_ON}")]
+        if not self._begun and not self.pool.missing:
+            return self._begin(now)
+        if now > self.until:
+            return [Late()] if self._begun else [End(self._texts.missing_error(self.pool))]
+        return [] if self._begun else [StartCommand(index) for index in self.pool.start(now)]
+
+    def _begin(self, now: float) -> list[Action]:
+        """Choose the network of the ranks; return what is to be done after all agents have registered."""
+        actions: list[Action] = []
+        if self._wanted is not None:
+            try:
+                if self._network is None:
+                    self._network = NetworkChoice(
+                        next(self._probes), self.pool.groups(), self.pool.names, self._wanted, now
+                    )
+                    actions = _told(self._network.begin())
+                if not self._network.decide(now):
+                    return actions
+            except LaunchError as exc:
+                return [End(exc)]
+        self._begun = True
+        return [*actions, Begin(self.pool.groups())]
+
+    def _stop(self, now: float) -> list[Action]:
+        """End the job that a signal has stopped."""
+        over = self.ended | self._over
+        left = [placement.rank for placement in self.placements if placement.rank not in over]
+        if not left or now >= self._end_at:
+            first = root_cause(self._interrupts)
+            return [End(Interrupted(self._stopped_by, "" if first is None else first.text))]
+        if now < self._say_waiting_at:
+            return []
+        self._say_waiting_at = math.inf
+        return [Say(describe_waiting(left))]
+
+    def _title(self, rank: int) -> str:
+        return f"rank {rank} of {self.size} on host {self._texts.name(self._by_rank[rank])}"
+
+    def describe_start(self, now: float) -> str:
+        """Return how far the start has come, as one line; empty when all ranks are ready."""
+        ready = self._entrance.entered | self.ended
+        if len(ready) == self.size:
+            return ""
+        is_up, names = self.pool.up, self.pool.names
+        if self._progress != (sum(is_up), len(ready)):
+            self._progress, self._progress_at = (sum(is_up), len(ready)), now
+        text = f"pyhvd: {sum(is_up)} of {len(names)} hosts are up"
+        if self.placements:
+            text += f", {len(ready)} of {self.size} ranks are ready"
+        slow = [name for index, name in enumerate(names) if not is_up[index] or self.ranks_of(index) - ready]
+        if now < self._progress_at + _SLOW_S or not slow:
+            return text
+        more = f" and {len(slow) - _SLOW_NAMED} more" if len(slow) > _SLOW_NAMED else ""
+        return f"{text}, waiting for {', '.join(slow[:_SLOW_NAMED])}{more}"
+
+
+def _told(messages: Iterable[tuple[int, FromDriver]]) -> list[Action]:
+    return [Tell(index, message) for index, message in messages]
+
+
+class Entrance:
+    """The ranks that have called MPI_Init, and those that have ended.
+
+    Parameters
+    ----------
+    size : int
+        The number of ranks.
+    patience : float
+        How long (s) ranks may wait for others before these are late.
+    """
+
+    def __init__(self, size: int, patience: float) -> None:
+        self._size = size
+        self._patience = patience
+        self._entered: dict[int, None] = {}  # in their order
+        self._ended: set[int] = set()
+        self._late_at = math.inf
+        self._over = False
+
+    @property
+    def entered(self) -> frozenset[int]:
+        """The ranks that have called MPI_Init."""
+        return frozenset(self._entered)
+
+    @property
+    def late_at(self) -> float:
+        """When :meth:`late` names ranks; infinity if it does not."""
+        return self._late_at
+
+    def enter(self, rank: int, now: float) -> None:
+        """Note that a rank calls MPI_Init."""
+        if not self._entered:
+            self._late_at = now + self._patience
+        self._entered[rank] = None
+        if len(self._entered) == self._size:
+            self.leave()
+
+    def end(self, rank: int) -> None:
+        """Note that a rank has ended without error."""
+        self._ended.add(rank)
+
+    def leave(self) -> None:
+        """Note that all ranks have called MPI_Init: it has returned in one of them."""
+        self._over = True
+        self._late_at = math.inf
+
+    def absent(self) -> tuple[int, str] | None:
+        """Return a rank that can no longer call MPI_Init, for which others wait there, and what it did."""
+        absent = self._ended - self._entered.keys()
+        waiting = self._waiting()
+        if not absent or not waiting:
+            return None
+        return min(absent), (
+            f"ended without calling init(), and {_ranks(waiting)} for it there: every rank must call"
+            " pyhvd.init(), or none"
+        )
+
+    def late(self, now: float) -> tuple[int, str] | None:
+        """Return a rank for which others have waited too long, and what it lacks; only once."""
+        if now < self._late_at:
+            return None
+        self._late_at = math.inf
+        late = set(range(self._size)) - self._entered.keys() - self._ended
+        waiting = self._waiting()
+        if not late or not waiting:
+            return None
+        others = f", nor has rank {list_numbers(late - {min(late)})}" if len(late) > 1 else ""
+        return min(late), (
+            f"has not called init() within the start timeout of {self._patience:g} s{others}, and"
+            f" {_ranks(waiting)} for it there"
+        )
+
+    def _waiting(self) -> list[int]:
+        return [] if self._over else [rank for rank in self._entered if rank not in self._ended]
+
+
+def _ranks(waiting: list[int]) -> str:
+    return f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {list_numbers(waiting)} wait"

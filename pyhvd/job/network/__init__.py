@@ -1,0 +1,1 @@
+"""Which network interfaces connect the hosts of a job."""

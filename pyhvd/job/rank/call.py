@@ -1,0 +1,110 @@
+"""The arguments of a call that runs a function on ranks: what is wrong with them, and what the ranks get."""
+
+from __future__ import annotations
+
+import io
+import math
+import numbers
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from pyhvd.common.text import describe_exception, sendable
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.rank.pickles import load
+from pyhvd.transport.tcp.session import MAX_RECORD
+
+# Most bytes of the ranks' variables: they travel in one message.
+_MOST_ENV = MAX_RECORD // 2
+
+
+def expect(right: object, name: str, value: object, expected: str) -> None:
+    """Raise ValueError with an argument's name and value, unless it is right."""
+    if not right:
+        raise ValueError(f"{name}={reprlib.repr(value)}: expected {expected}")
+
+
+def check_call(call: tuple[Any, Any, Any], env: Any, executable: Any) -> None:
+    """Raise ValueError if the function with its args and kwargs, `env` or `executable` is of a wrong type."""
+    fn, args, kwargs = call
+    expect(callable(fn), "fn", fn, "a function")
+    many = isinstance(args, Iterable) and not isinstance(args, (str, bytes, Mapping))
+    expect(many, "args", args, "a sequence of arguments")
+    named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    expect(named, "kwargs", kwargs, "a mapping of names to arguments")
+    expect(env is None or isinstance(env, Mapping), "env", env, "a mapping of names to values")
+    path = isinstance(executable, str) and executable
+    expect(executable is None or path, "executable", executable, "the path of a Python, as str")
+
+
+def check_text_files(stdout: TextIO | None, stderr: TextIO | None) -> tuple[TextIO | None, TextIO | None]:
+    """Return the two files; raise ValueError if one is not open for text."""
+    given: dict[str, Any] = {"stdout": stdout, "stderr": stderr}
+    for name, file in given.items():
+        text = hasattr(file, "write") and not isinstance(file, (io.RawIOBase, io.BufferedIOBase))
+        expect(file is None or text, name, file, "a file that is open for text")
+    return stdout, stderr
+
+
+def check_size(size: int, name: str = "num_proc") -> int:
+    """Return a number of ranks; raise ValueError if it is none."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name}={size!r}: expected a number of ranks, 1 at least")
+    return size
+
+
+def is_duration(value: Any) -> bool:
+    """Return whether a value is a finite number of seconds above 0."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and 0 < float(value) < math.inf
+
+
+def interface_names(given: Iterable[str] | None, name: str = "nics") -> list[str] | None:
+    """Return each interface once, in the given order; sorted if they are a set."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return [given]
+    expect(isinstance(given, Iterable), name, given, "names of network interfaces")
+    names = list(dict.fromkeys(given))
+    expect(all(isinstance(each, str) for each in names), name, names, "names of network interfaces")
+    return sorted(names) if isinstance(given, (set, frozenset)) else names
+
+
+def rank_variables(env: Mapping[str, str] | None, nics: Sequence[str] | None) -> dict[str, str]:
+    """Return the variables that the user gives the ranks, with those for MPI's network interface.
+
+    Raises
+    ------
+    ValueError
+        A name or a value is invalid, or there are too many bytes.
+    """
+    chosen = dict(env or {})
+    for name, value in chosen.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ValueError(f"env: {name!r}={value!r}: names and values are strings")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(
+                f"env: {name!r}: invalid name or value: a name is not empty and has no '='; neither has NUL"
+            )
+        if sendable(name + value) != name + value:
+            raise ValueError(f"env: {name!r}: it is not UTF-8, and cannot be sent to the executors")
+    size = sum(len(f"{name}={value}".encode()) for name, value in chosen.items())
+    if size > _MOST_ENV:
+        raise ValueError(f"env: {size} bytes in all; {_MOST_ENV} are the most: give the ranks more by args")
+    for nic in (nics or [])[:1]:
+        # MPICH uses one of these between hosts, depending on how it was built.
+        chosen.setdefault("UCX_NET_DEVICES", nic)
+        chosen.setdefault("FI_TCP_IFACE", nic)
+        # Open MPI uses this.
+        chosen.setdefault("OMPI_MCA_btl_tcp_if_include", nic)
+    return chosen
+
+
+def load_result(rank: int, result: bytearray) -> Any:
+    """Return what a rank returned; raise LaunchError if its pickle cannot be read here."""
+    try:
+        return load(result)
+    except Exception as exc:
+        why = describe_exception(exc)
+        raise LaunchError(f"what rank {rank} returned cannot be unpickled on the driver: {why}") from exc

@@ -1,0 +1,177 @@
+"""The rank itself: it receives the function from its agent, runs it, and sends the result.
+
+The agent sends the length (8 bytes) and the pickle of function, args and kwargs on the control socket. The
+rank sends messages of a kind (1 byte), a length and a payload:
+
+1. ENTERING_INIT, without a payload, before it calls MPI_Init;
+2. RESULT with the bytes of :mod:`pyhvd.job.rank.pickles`, or without any to make room in an elastic job; or
+   FAILURE with a :class:`~pyhvd.job.messages.Failed`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from pyhvd.common import launcher_hooks
+from pyhvd.common.text import describe_exception, describe_traceback
+from pyhvd.errors import TransportError
+from pyhvd.job.messages import Failed, encode
+from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
+from pyhvd.job.process import segments
+from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
+from pyhvd.job.rank.generation_env import MadeRoom
+from pyhvd.job.rank.imports import watch_mpi_import
+from pyhvd.job.rank.pickles import dump
+from pyhvd.transport.tcp.session import MAX_RECORD
+
+LENGTH = struct.Struct("!Q")
+RESULT = b"R"
+FAILURE = b"F"
+ENTERING_INIT = b"E"
+PATHS = "_PYHVD_JOB_PATHS"
+"""The variable with the directories in which a rank looks for modules before those of its Python."""
+_FLUSH_S = 0.5
+# A pickled exception travels in one message, together with its report.
+_MOST_EXCEPTION = MAX_RECORD // 2
+
+
+def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
+    """Run the function and send its result; return the exit code 0. After a failure, report it and exit.
+
+    The report has the exception itself if `sends_exception`, and its text in any case. A child that the
+    function forks ends as Python ends it: it sends nothing.
+    """
+    pid = os.getpid()
+    launcher_hooks.supervised = True
+    launcher_hooks.tell_up = lambda up: segments.remove_own() if up else None
+    rank_env = read_rank_env()
+    assert rank_env is not None
+    set_defaults(rank_env, os.environ)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+    # An MPI that ends the process in MPI_Init says why itself: no tentative text is needed.
+    def enter(begins: bool) -> None:
+        if begins and os.getpid() == pid:
+            _send(control, ENTERING_INIT, [])
+
+    watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, enter)
+    import cloudpickle
+
+    try:
+        function, args, kwargs = cloudpickle.loads(read_code(control))
+        pieces = dump(function(*args, **kwargs))
+    except MadeRoom:
+        pieces = []
+    except BaseException as exc:
+        if os.getpid() != pid:
+            raise
+        report = describe_failure(exc, rank_env.rank)
+        _flush()
+        exception = _pickled(exc) if sends_exception else b""
+        _send(control, FAILURE, [encode(Failed(report, exception=exception))])
+        _leave(report.code)
+    if os.getpid() == pid:
+        _send(control, RESULT, pieces)
+    return 0
+
+
+def describe_failure(exc: BaseException, rank: int) -> ExitReport:
+    """Return the report that the driver will show for an exception that ended the function."""
+    if isinstance(exc, SystemExit):
+        number = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
+        text = f": {exc.code}" if isinstance(exc.code, str) else ""
+        text = f"called sys.exit({number}) and returned nothing{text}"
+        return ExitReport(rank, EXIT, number & 0xFF, text)
+    if isinstance(exc, KeyboardInterrupt):
+        return ExitReport(rank, INTERRUPT, 130, "was interrupted")
+    # MPI's errors mostly follow from the loss of another rank.
+    kind = SECONDARY if is_secondary(exc) or isinstance(exc, TransportError) else EXCEPTION
+    # The frame of run_rank is not the user's.
+    traceback = describe_traceback(exc, skip=1)
+    return ExitReport(rank, kind, 1, f"failed: {describe_exception(exc)}", traceback=traceback)
+
+
+def _pickled(exc: BaseException) -> bytes:
+    """Return an exception, pickled; empty if it cannot be pickled, is too large, or only asks for the end."""
+    import cloudpickle
+
+    if not isinstance(exc, Exception):
+        return b""
+    try:
+        pickled: bytes = cloudpickle.dumps(exc)
+    except Exception:
+        return b""
+    return pickled if len(pickled) <= _MOST_EXCEPTION else b""
+
+
+def read_code(control: socket.socket) -> bytearray:
+    """Return the code that the rank's agent sends first."""
+    (length,) = LENGTH.unpack(_read_exactly(control, LENGTH.size))
+    return _read_exactly(control, length)
+
+
+def _read_exactly(control: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = control.recv_into(view)
+        if not count:
+            raise EOFError("the task is gone")
+        view = view[count:]
+    return data
+
+
+def _send(control: socket.socket, kind: bytes, pieces: Sequence[bytes | memoryview]) -> None:
+    control.sendall(kind + LENGTH.pack(sum(map(len, pieces))))
+    for piece in pieces:
+        control.sendall(piece)
+
+
+def _flush() -> bool:
+    """Write buffered output, for at most 0.5 s, as its reader may have stopped; return True.
+
+    Return False at once if the process has no room for a thread.
+    """
+    thread = threading.Thread(target=_flush_both, daemon=True)
+    try:
+        thread.start()
+    except Exception:
+        return False
+    thread.join(_FLUSH_S)
+    return True
+
+
+def _flush_both() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def _leave(code: int) -> Any:
+    """Exit without exit handlers, which would wait for other ranks: the driver knows, and ends them all."""
+    if not _flush():
+        _flush_both()
+    os._exit(code or 1)
+
+
+def _describe_mismatch(rank_env: RankEnv) -> str:
+    from pyhvd.job.mpi.flavour import find_library
+
+    alone = f"each of the {rank_env.size} ranks would be alone in a world of size 1"
+    if rank_env.launcher == OPENMPI:
+        return (
+            f"mpi4py is built on {find_library().name}, but the driver's mpiexec is Open MPI's: {alone};"
+            ' install Open MPI for the ranks: pip install "pyhvd[openmpi]"'
+        )
+    return (
+        f"mpi4py is built on {find_library().name}, which does not speak PMI-1: {alone};"
+        ' install MPICH for the ranks: pip install "pyhvd[mpich]"'
+    )

@@ -1,0 +1,416 @@
+/* The ready table and its log; ready_table.h states the invariants. */
+#include "agreement/ready_table.h"
+
+#include <string.h>
+
+#include "common/counters.h"
+#include "agreement/agreement.h"
+
+#define LOCK_SPINS 100
+#define LOCK_YIELDS 200
+#define LOCK_NAP_NS 50000     /* the lock's holder has lost its core, or was stopped */
+#define LIST_LOCK_NS 10000000 /* the thread that appends a list has other work meanwhile */
+#define NO_LIMIT (-1)
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+static const pyhvd_ranks NOBODY;
+
+/* ---- layout ---- */
+
+size_t pyhvd_ready_table_bytes(int size) {
+    return sizeof(pyhvd_shared_table) + (size_t)size * sizeof(pyhvd_rank_state);
+}
+
+static pyhvd_log_entry *entry_at(const pyhvd_ready_table *t, uint64_t position) {
+    return &t->shared->log[position % PYHVD_LOG_ENTRIES];
+}
+
+/* A rank's marks in a set, by word. */
+static pyhvd_ready_word *ready_of(const pyhvd_ready_table *t, uint32_t set, uint32_t rank) {
+    return t->shared->rank_states[rank].ready[set];
+}
+
+void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int size,
+                              uint32_t slots) {
+    t->rank = rank;
+    t->size = size;
+    t->slots = slots;
+    t->words = slots / 64;
+    t->shared = base;
+}
+
+void pyhvd_ready_table_clear(pyhvd_ready_table *t) {
+    memset(t->shared, 0, pyhvd_ready_table_bytes(t->size));
+}
+
+/* ---- the lock ---- */
+
+int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns) {
+    _Atomic uint32_t *lock = &t->shared->lock;
+    int64_t until = 0;
+    for (int yields = 0;; yields++) {
+        for (int spin = 0; spin < LOCK_SPINS; spin++) {
+            if (!atomic_load_explicit(lock, memory_order_relaxed) &&
+                !atomic_exchange_explicit(lock, 1, memory_order_acquire))
+                return 1;
+            pyhvd_pause();
+        }
+        if (yields < LOCK_YIELDS) {
+            sched_yield();
+            continue;
+        }
+        if (!until) until = pyhvd_after(ns);
+        if (pyhvd_now() >= until || atomic_load_explicit(t->closed, memory_order_acquire)) return 0;
+        pyhvd_nap(LOCK_NAP_NS);
+    }
+}
+
+/* Wake a sleeper; `bells` has the bells, by rank, for poll(2). */
+static void wake_sleeper(_Atomic uint32_t *asleep, _Atomic uint32_t *futex, const int *bells,
+                         int rank) {
+    uint32_t how = atomic_load_explicit(asleep, memory_order_relaxed);
+    if (how == PYHVD_POLLS)
+        pyhvd_ring_bell(bells[rank]);
+    else if (how)
+        pyhvd_futex_wake(futex, 0);
+}
+
+void pyhvd_ready_table_wake_progress(const pyhvd_ready_table *t, int rank) {
+    pyhvd_rank_state *state = &t->shared->rank_states[rank];
+    const int *bells = t->agreement ? t->agreement->progress_bells : NULL;
+    wake_sleeper(&state->progress_asleep, &state->progress_bell, bells, rank);
+}
+
+void pyhvd_ready_table_wake_background(const pyhvd_ready_table *t, int rank) {
+    pyhvd_rank_state *state = &t->shared->rank_states[rank];
+    const int *bells = t->agreement ? t->agreement->background_bells : NULL;
+    wake_sleeper(&state->background_asleep, &state->background_bell, bells, rank);
+}
+
+void pyhvd_ready_table_wake_for_entry(const pyhvd_ready_table *t, int rank) {
+    if (atomic_load_explicit(&t->shared->rank_states[rank].progress_lock, memory_order_relaxed))
+        pyhvd_ready_table_wake_progress(t, rank);
+    else
+        pyhvd_ready_table_wake_background(t, rank);
+}
+
+void pyhvd_ready_table_unlock(pyhvd_ready_table *t, const pyhvd_ranks *audience) {
+    atomic_store_explicit(&t->shared->lock, 0, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int rank = 0; rank < t->size; rank++)
+        if (rank != t->rank && (audience->ranks[rank / 64] >> (rank % 64) & 1))
+            pyhvd_ready_table_wake_for_entry(t, rank);
+}
+
+void pyhvd_ready_table_wake(pyhvd_ready_table *t, int rank, uint32_t reasons) {
+    atomic_fetch_or_explicit(&t->shared->rank_states[rank].wake_reasons, reasons,
+                             memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    pyhvd_ready_table_wake_background(t, rank);
+}
+
+/* ---- the log ---- */
+
+static int is_for(const pyhvd_log_entry *entry, uint32_t rank) {
+    return (int)(atomic_load_explicit(&entry->audience[rank / 64], memory_order_acquire) >>
+                     (rank % 64) &
+                 1);
+}
+
+/* Move a rank's cursor past entries that do not concern it. Store the cursor in `position`; return
+ * whether there is an entry, which concerns the rank. */
+static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
+    _Atomic uint64_t *cursor = &t->shared->rank_states[rank].cursor;
+    uint64_t at = atomic_load_explicit(cursor, memory_order_acquire);
+    int found = 0;
+    while (!found && at < atomic_load_explicit(&t->shared->tail, memory_order_acquire)) {
+        if (is_for(entry_at(t, at), rank)) {
+            uint64_t now = atomic_load_explicit(cursor, memory_order_acquire);
+            found = now == at;
+            at = now;
+        } else if (atomic_compare_exchange_strong_explicit(
+                       cursor, &at, at + 1, memory_order_acq_rel, memory_order_acquire)) {
+            at++;
+        }
+    }
+    *position = at;
+    return found;
+}
+
+/* Under the lock: return whether the log has room for n more entries. */
+static int has_room(pyhvd_ready_table *t, uint32_t n) {
+    uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed), lowest = tail,
+             position;
+    if (tail - t->shared->lowest_cursor + n <= PYHVD_LOG_ENTRIES) return 1;
+    for (int rank = 0; rank < t->size; rank++) {
+        skip_for(t, (uint32_t)rank, &position);
+        lowest = MIN(lowest, position);
+    }
+    t->shared->lowest_cursor = lowest;
+    return tail - lowest + n <= PYHVD_LOG_ENTRIES;
+}
+
+/* Return the entry at the tail, with its audience stored. */
+static pyhvd_log_entry *reserve_entry(const pyhvd_ready_table *t, const pyhvd_ranks *audience) {
+    pyhvd_log_entry *entry = entry_at(t, t->shared->tail);
+    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++)
+        atomic_store_explicit(&entry->audience[k], audience->ranks[k], memory_order_release);
+    return entry;
+}
+
+/* Let the ranks see the entry at the tail. */
+static void publish(pyhvd_ready_table *t) {
+    uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed);
+    atomic_store_explicit(&t->shared->tail, tail + 1, memory_order_release);
+}
+
+int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
+                                  const pyhvd_ranks *audience) {
+    pyhvd_ranks woken = {{0}};
+    if (!pyhvd_ready_table_lock(t, LIST_LOCK_NS)) return 0;
+    int room = has_room(t, 1);
+    if (room) {
+        pyhvd_log_entry *entry = reserve_entry(t, audience);
+        woken = *audience;
+        entry->kind = PYHVD_LIST;
+        entry->number = number;
+        publish(t);
+    }
+    pyhvd_ready_table_unlock(t, &woken);
+    return room;
+}
+
+/*   1. The wait begins when the first of the others last marked a slot of the same word.
+ *   2. Time that was counted before is not counted again, so the ranks of a set together are not
+ *      charged with more time than has passed. */
+void pyhvd_ready_table_count_last(pyhvd_ready_table *t, uint32_t rank, uint32_t set,
+                                  const uint64_t *words, uint32_t first, uint32_t end) {
+    pyhvd_table_set *s = &t->shared->sets[set];
+    pyhvd_rank_state *last = &t->shared->rank_states[rank];
+    int64_t since = INT64_MAX, until = 0;
+    uint64_t n = 0;
+    for (uint32_t w = first; w < end; w++) {
+        n += (uint64_t)__builtin_popcountll(words[w]);
+        for (uint32_t k = 0; k < s->count && words[w]; k++) {
+            int64_t marked = pyhvd_ready_table_marked_ns(t, s->ranks[k], set, w);
+            if (s->ranks[k] != rank)
+                since = MIN(since, marked);
+            else
+                until = MAX(until, marked);
+        }
+    }
+    since = MAX(since, s->counted_until);
+    pyhvd_add(&last->late, n);
+    if (until <= since) return;
+    pyhvd_add(&last->awaited, (uint64_t)(until - since));
+    s->counted_until = until;
+}
+
+void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t) {
+    atomic_store_explicit(&t->shared->backlog, 1, memory_order_relaxed);
+}
+
+int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n) {
+    if (has_room(t, n)) return 1;
+    /* `advance` moves the cursor, then reads `backlog`; here it is the other way round. One sees
+     * the other. */
+    pyhvd_ready_table_note_backlog(t);
+    atomic_thread_fence(memory_order_seq_cst);
+    return has_room(t, n);
+}
+
+/* The slots of a word that all local members have marked. */
+static uint64_t complete_slots(const pyhvd_ready_table *t, uint32_t set, uint32_t word) {
+    const pyhvd_table_set *s = &t->shared->sets[set];
+    uint64_t complete = s->count ? s->delegated[word] : 0;
+    for (uint32_t k = 0; k < s->count && complete; k++)
+        complete &= ready_of(t, set, s->ranks[k])[word].bits;
+    return complete;
+}
+
+void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
+                                   const uint64_t *words, int recall) {
+    const pyhvd_table_set *s = &t->shared->sets[set];
+    for (uint32_t k = 0; k < s->count; k++) {
+        pyhvd_rank_state *rank = &t->shared->rank_states[s->ranks[k]];
+        int any = 0;
+        for (uint32_t w = first; w < end; w++) {
+            uint64_t marked = rank->ready[set][w].bits & words[w];
+            rank->ready[set][w].bits ^= marked;
+            if (!recall || !marked) continue;
+            atomic_fetch_or_explicit(&rank->recalled[set][w], marked, memory_order_relaxed);
+            any = 1;
+        }
+        if (any) pyhvd_ready_table_wake(t, (int)s->ranks[k], PYHVD_WAKE_RECALLED);
+    }
+}
+
+void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *content,
+                              const pyhvd_ranks *concerned, pyhvd_ranks *audience) {
+    pyhvd_log_entry *entry = reserve_entry(t, concerned);
+    entry->kind = content->kind;
+    entry->number = content->number;
+    entry->set = content->set;
+    entry->last_rank = content->last_rank;
+    entry->has_results = content->has_results;
+    entry->first = content->first;
+    entry->end = content->end;
+    for (uint32_t w = content->first; w < content->end; w++) entry->words[w] = content->words[w];
+    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) audience->ranks[k] |= concerned->ranks[k];
+    publish(t);
+}
+
+void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
+                             int64_t now, pyhvd_ranks *audience) {
+    pyhvd_table_set *s = &t->shared->sets[set];
+    uint64_t batch[PYHVD_MAX_WORDS];
+    uint32_t first = to, end = from;
+    for (uint32_t w = from; w < to; w++) {
+        batch[w] = complete_slots(t, set, w);
+        if (!batch[w]) continue;
+        first = MIN(first, w);
+        end = w + 1;
+    }
+    if (first >= end) return;
+    if (s->spans) {
+        pyhvd_agreement_announce(t, set, first, end, batch, audience);
+        return;
+    }
+    if (!pyhvd_ready_table_make_room(t, 1)) return;
+    for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
+    pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);
+    pyhvd_log_content content = {.kind = PYHVD_BATCH,
+                                 .set = set,
+                                 .first = first,
+                                 .end = end,
+                                 .words = batch,
+                                 .last_rank = (uint32_t)t->rank};
+    if (now && s->count > 1)
+        pyhvd_ready_table_count_last(t, (uint32_t)t->rank, set, batch, first, end);
+    if (t->agreement) content.last_rank = t->agreement->ranks[t->rank];
+    pyhvd_ready_table_append(t, &content, &s->members, audience);
+}
+
+const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {
+    uint64_t position;
+    return skip_for(t, (uint32_t)t->rank, &position) ? entry_at(t, position) : NULL;
+}
+
+void pyhvd_ready_table_advance(pyhvd_ready_table *t) {
+    atomic_fetch_add_explicit(&t->shared->rank_states[t->rank].cursor, 1, memory_order_acq_rel);
+    atomic_thread_fence(memory_order_seq_cst);
+    pyhvd_ready_table_retry(t);
+}
+
+void pyhvd_ready_table_retry(pyhvd_ready_table *t) {
+    if (!atomic_load_explicit(&t->shared->backlog, memory_order_acquire)) return;
+    pyhvd_ranks audience = {{0}};
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    atomic_store_explicit(&t->shared->backlog, 0, memory_order_relaxed);
+    for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
+        pyhvd_ready_table_match(t, set, 0, t->words, 0, &audience);
+    if (t->agreement) pyhvd_agreement_carry_on(t, &audience);
+    pyhvd_ready_table_unlock(t, &audience);
+    if (t->agreement) pyhvd_agreement_send(t);
+}
+
+/* ---- slots ---- */
+
+/* Return whether all slots are delegated under their versions; checked once per version of the
+ * set. */
+static int are_delegated(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list) {
+    const pyhvd_table_set *s = &t->shared->sets[set];
+    if (list->checked == s->version) return 1;
+    for (uint32_t k = 0; k < list->n; k++) {
+        uint32_t slot = list->ids[k];
+        if (!(s->delegated[slot / 64] >> (slot % 64) & 1) || s->versions[slot] != list->versions[k])
+            return 0;
+    }
+    list->checked = s->version;
+    return 1;
+}
+
+int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
+                                 int64_t now) {
+    pyhvd_ready_word *mine = ready_of(t, set, (uint32_t)t->rank);
+    if (!are_delegated(t, set, list)) return 0;
+    for (uint32_t k = 0; k < list->n;) {
+        uint32_t word = list->ids[k] / 64;
+        uint64_t bits = 0;
+        for (; k < list->n && list->ids[k] / 64 == word; k++)
+            bits |= (uint64_t)1 << (list->ids[k] % 64);
+        mine[word].bits |= bits;
+        mine[word].time = now;
+    }
+    return 1;
+}
+
+void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
+                                uint32_t count, int spans) {
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    pyhvd_table_set *s = &t->shared->sets[set];
+    uint64_t version = s->version;
+    if (t->agreement && version && s->count == count && s->spans == spans &&
+        !memcmp(s->ranks, ranks, count * sizeof *ranks)) {
+        pyhvd_ready_table_unlock(t, &NOBODY);
+        return;
+    }
+    memset(s, 0, sizeof *s);
+    s->version = version + 1;
+    s->count = count;
+    s->spans = spans;
+    for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
+        memset(ready_of(t, set, rank), 0, t->words * sizeof(pyhvd_ready_word));
+    for (uint32_t k = 0; k < count; k++) {
+        s->ranks[k] = ranks[k];
+        s->members.ranks[ranks[k] / 64] |= (uint64_t)1 << (ranks[k] % 64);
+    }
+    pyhvd_ready_table_unlock(t, &NOBODY);
+}
+
+void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
+                                uint64_t version) {
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    pyhvd_table_set *s = &t->shared->sets[set];
+    s->versions[slot] = version;
+    s->delegated[slot / 64] |= (uint64_t)1 << (slot % 64);
+    s->version++;
+    pyhvd_ready_table_unlock(t, &NOBODY);
+}
+
+void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot) {
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    pyhvd_table_set *s = &t->shared->sets[set];
+    s->delegated[slot / 64] &= ~((uint64_t)1 << (slot % 64));
+    s->version++;
+    pyhvd_ready_table_unlock(t, &NOBODY);
+}
+
+void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits,
+                              uint64_t *marked) {
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    pyhvd_table_set *s = &t->shared->sets[set];
+    s->version++;
+    for (uint32_t w = 0; w < t->words; w++) {
+        s->delegated[w] &= ~bits[w];
+        for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++) {
+            pyhvd_ready_word *theirs = ready_of(t, set, rank);
+            marked[rank * t->words + w] = theirs[w].bits & bits[w];
+            theirs[w].bits &= ~bits[w];
+        }
+    }
+    pyhvd_ready_table_unlock(t, &NOBODY);
+}
+
+void pyhvd_ready_table_read(pyhvd_ready_table *t, uint32_t set, uint64_t *marked, uint64_t *used) {
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
+        for (uint32_t w = 0; w < t->words; w++)
+            marked[rank * t->words + w] = ready_of(t, set, rank)[w].bits;
+    uint64_t *since_last = t->shared->sets[set].used;
+    memcpy(used, since_last, t->words * sizeof *used);
+    memset(since_last, 0, t->words * sizeof *used);
+    pyhvd_ready_table_unlock(t, &NOBODY);
+}

@@ -1,0 +1,196 @@
+"""Runs the script in the rank, and reports the exception that ends it."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import io
+import os
+import sys
+import time
+import traceback
+from contextlib import redirect_stderr, suppress
+from types import TracebackType
+
+from mpi4py.run import run_command_line, set_abort_status
+
+from pyhvd.common import launcher_hooks
+from pyhvd.job.mpi.abort import can_end_job, drain_output
+from pyhvd.job.mpi.rank_env import RankEnv
+from pyhvd.job.process import segments
+from pyhvd.job.process.exit_report import (
+    ENTERING,
+    EXCEPTION,
+    EXIT,
+    INTERRUPT,
+    SECONDARY,
+    TENTATIVE,
+    UP,
+    ExitReport,
+    is_secondary,
+)
+from pyhvd.job.rank.imports import watch_mpi_import
+from pyhvd.run.horovod_name import offer_horovod
+from pyhvd.transport.mpi.ending import take_over, watch_abort
+
+
+def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
+    """Run `program` as ``__main__``; return the exit code. After a failure, report it first.
+
+    The supervisor reads :class:`ExitReport` from the pipe `report_fd`.
+    """
+    ending = _Ending(rank_env, report_fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # By lines, so that a killed rank loses none. Not unbuffered, as with PYTHONUNBUFFERED: print would
+        # write a line and its end apart, while ranks share the screen.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    offer_horovod()
+    take_over()
+    atexit.register(ending.leave)  # of the program's time it runs last, and MPI ends after it
+    if program[0] not in ("-m", "-c") and not os.path.exists(program[0]):
+        from pyhvd.run.entry.missing_script import describe_missing
+
+        return ending.report(EXIT, 2, describe_missing(program[0], os.getcwd()))
+    sys.path[0] = "" if program[0] == "-c" else os.getcwd()  # as python has it; for a script, mpi4py sets it
+    when = time.time()
+    try:
+        run_command_line(program)
+    except SystemExit as exc:
+        if not ending.is_own:
+            raise
+        code = exc.code
+        if code is None or code == 0:
+            return 0
+        if not ending.can_end_job:
+            _order_abort(exc)
+        if isinstance(code, int):
+            return ending.report(EXIT, code & 0xFF or 1, f"pyhvd: {ending.who} called sys.exit({code})")
+        return ending.report(EXIT, 1, f"pyhvd: {ending.who} called sys.exit:\n{code}")
+    except BaseException as exc:
+        when = time.time()
+        # As the interpreter does, for debuggers and for pyhvd's exit handler, which tells the other ranks.
+        sys.last_type, sys.last_value, sys.last_traceback = type(exc), exc, exc.__traceback__
+        if not ending.is_own:
+            shown = _own_frames(exc.__traceback__)
+            sys.excepthook(type(exc), exc.with_traceback(shown), shown)
+            return 130 if isinstance(exc, KeyboardInterrupt) else 1
+        if not ending.can_end_job:
+            _order_abort(exc)
+        return ending.report(*_classify(exc, ending.who), when)
+    return 0
+
+
+def _order_abort(exc: BaseException) -> None:
+    """Let mpi4py call MPI_Abort when this process exits."""
+    watch_abort()
+    set_abort_status(exc)
+
+
+class _Ending:
+    """How this rank ends after a failure.
+
+    A child that the program forks ends as Python ends it, and reports nothing.
+    """
+
+    def __init__(self, rank_env: RankEnv, report_fd: int) -> None:
+        self._rank_env = rank_env
+        self._report_fd = report_fd
+        self._pid = os.getpid()
+        self._code: int | None = None
+        self._text = ""
+        self.who = f"{rank_env.title} (pid {self._pid})"
+        launcher_hooks.supervised = True
+        launcher_hooks.tell_up = self.tell_up
+        watch_mpi_import(rank_env, self.tell_tentative, enter=self.tell_entering)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process runs the program, and is no child that the program has forked."""
+        return os.getpid() == self._pid
+
+    @property
+    def can_end_job(self) -> bool:
+        """Whether the job ends without MPI_Abort."""
+        return can_end_job(self._rank_env)
+
+    def report(self, kind: str, code: int, text: str, when: float | None = None) -> int:
+        """Report to the supervisor, which shows the text after the exit handlers, or without them."""
+        self._code, self._text = code, text
+        _flush()
+        self._send(kind, code, text, when)
+        return code
+
+    def tell_tentative(self, text: str) -> None:
+        """Tell the supervisor what to show if this rank ends without a report; "" withdraws it."""
+        self._send(TENTATIVE, 1, text)
+
+    def tell_entering(self, begins: bool) -> None:
+        """Tell the supervisor that this rank is about to call MPI_Init, or that MPI_Init has returned."""
+        self._send(ENTERING, int(begins), "")
+
+    def tell_up(self, up: bool) -> None:
+        """Tell the supervisor whether pyhvd is up: then even exit code 0 is a failure to the other ranks."""
+        self._send(UP, int(up), "")
+        if up:
+            segments.remove_own()
+
+    def _send(self, kind: str, code: int, text: str, when: float | None = None) -> None:
+        if not self.is_own:
+            return
+        at = time.time() if when is None else when
+        line = ExitReport(self._rank_env.rank, kind, code, text, at).dump()
+        while line:
+            line = line[os.write(self._report_fd, line) :]
+
+    def leave(self) -> None:
+        """After a failure, exit before MPI_Finalize waits for other ranks; this is the last exit handler."""
+        if self._code is None or not self.is_own:
+            return
+        _flush()
+        if self.can_end_job:
+            os._exit(self._code)
+        # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
+        # would follow the traceback and add nothing.
+        os.write(2, f"{self._text.rstrip()}\n".encode())
+        drain_output()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _flush() -> None:
+    """Flush stdout and stderr, which the program may have closed or replaced."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def _classify(exc: BaseException, who: str) -> tuple[str, int, str]:
+    """Return the kind, the exit code and the text of an uncaught exception."""
+    text = _format(exc)
+    if isinstance(exc, KeyboardInterrupt):
+        return INTERRUPT, 130, f"{text}pyhvd: {who} was interrupted"
+    kind = SECONDARY if is_secondary(exc) else EXCEPTION
+    return kind, 1, f"pyhvd: {who} failed:\n{text}"
+
+
+def _format(exc: BaseException) -> str:
+    """Return the traceback from the script on, as the user's own sys.excepthook shows it."""
+    shown = _own_frames(exc.__traceback__)
+    if sys.excepthook is not sys.__excepthook__:
+        caught = io.StringIO()
+        with suppress(Exception), redirect_stderr(caught):
+            sys.excepthook(type(exc), exc, shown)
+        if caught.getvalue().strip():
+            return caught.getvalue().rstrip() + "\n"
+    return "".join(traceback.format_exception(type(exc), exc, shown))
+
+
+def _own_frames(shown: TracebackType | None) -> TracebackType | None:
+    """Skip the frames that ran the script: this module's, mpi4py.run's and runpy's."""
+    runner = importlib.util.find_spec("mpi4py.run")
+    above = {__file__, runner.origin if runner is not None else None}
+    while shown is not None:
+        name = shown.tb_frame.f_code.co_filename
+        if name not in above and "runpy" not in name:
+            return shown
+        shown = shown.tb_next
+    return None

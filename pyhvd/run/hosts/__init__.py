@@ -1,0 +1,1 @@
+"""The hosts that users and clusters give, and what reaches them."""

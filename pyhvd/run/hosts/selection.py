@@ -1,0 +1,152 @@
+"""Which hosts a job gets, by which rule, and which ranks sit on each. Pure but for its arguments.
+
+Rules, in this order
+--------------------
+1. ``-H``, or ``--hostfile``.
+2. The hosts that a cluster allocated to this job.
+3. This host, with ``-n`` ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+
+from pyhvd.job.spec import HOSTFILE, HOSTS, NUM_PROC
+from pyhvd.run.hosts.agent_template import SSH, ssh_command
+from pyhvd.run.hosts.clusters import kubernetes
+from pyhvd.run.hosts.clusters.detection import find_allocation
+from pyhvd.run.hosts.clusters.results import Allocation, Surroundings
+from pyhvd.run.hosts.hosts import (
+    Host,
+    HostRanks,
+    HostsError,
+    JobHosts,
+    mark_own,
+    parse_hostfile,
+    parse_hosts,
+    place_ranks,
+)
+from pyhvd.run.options import Options
+
+FindOwn = Callable[[Iterable[Host]], Container[Host]]
+_MISSING_SIZE = "the number of ranks is missing: give e.g. -n 2"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSelection:
+    """The hosts of a job.
+
+    Attributes
+    ----------
+    rule : str
+        The rule that chose them.
+    hosts : tuple of Host
+        The hosts, also those without a rank.
+    placed : JobHosts or None
+        The ranks of each host; None if the number of ranks is missing.
+    note : str
+        A sentence about the rule, or why `placed` is None; empty if there is none.
+    """
+
+    rule: str
+    hosts: tuple[Host, ...]
+    placed: JobHosts | None
+    note: str = ""
+
+
+def select(options: Options, around: Surroundings, find_own: FindOwn) -> HostSelection:
+    """Return the hosts of a job, and which ranks sit on each.
+
+    Parameters
+    ----------
+    options : Options
+        The command line.
+    around : Surroundings
+        The environment, and how files are read.
+    find_own : callable
+        Returns those of the hosts that are the launcher's.
+
+    Raises
+    ------
+    HostsError
+        The hosts are named wrongly, cannot be read, or have too few slots.
+    """
+    if options.chooses_hosts:
+        return _given(options, around, find_own)
+    allocation = find_allocation(around)
+    if allocation is not None and allocation.hosts:
+        return _allocated(allocation, options, find_own)
+    if options.num_proc is None:
+        note = kubernetes.explain_missing_size(around.environ) or _MISSING_SIZE
+        return HostSelection("this host", (), None, note)
+    host = Host("localhost", options.num_proc)
+    placed = JobHosts((HostRanks(host, range(options.num_proc), own=True),), _agent(options, SSH))
+    return HostSelection("this host", (host,), placed)
+
+
+def _given(options: Options, around: Surroundings, find_own: FindOwn) -> HostSelection:
+    name_of, slots = options.name_of, options.slots_per_host or 1
+    if options.hosts is not None and options.hostfile is not None:
+        raise HostsError(f"{name_of(HOSTS)} and {name_of(HOSTFILE)} both choose the hosts: give one of them")
+    if options.hosts is not None:
+        rule, hosts = "-H", parse_hosts(options.hosts, slots, name_of(HOSTS))
+    else:
+        path = options.hostfile or ""
+        text = _read_hostfile(path, around, name_of(HOSTFILE))
+        rule, hosts = f"--hostfile {path}", parse_hostfile(text, path, slots)
+    allocation = _reaching(hosts, around)
+    agent = allocation.agent if allocation is not None else SSH
+    interface = allocation.interface if allocation is not None else ""
+    placed = place_ranks(hosts, options.num_proc, name_of(NUM_PROC))
+    marked = mark_own(placed, find_own(host for host, _ in placed))
+    return HostSelection(rule, hosts, JobHosts(marked, _agent(options, agent), interface))
+
+
+def read_file(path: str) -> str:
+    """Return the text of a file, for :class:`Surroundings`."""
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _agent(options: Options, usual: str) -> str:
+    """Return the agent's command: the user's, or the usual one with the user's options for ssh."""
+    if options.launch_agent is not None:
+        return options.launch_agent
+    return ssh_command(options.ssh_port, options.ssh_identity_file) if usual == SSH else usual
+
+
+def _read_hostfile(path: str, around: Surroundings, option: str) -> str:
+    try:
+        return around.read(path)
+    except (OSError, UnicodeDecodeError) as exc:
+        raise HostsError(f"{option}: cannot read {path}: {exc}") from None
+
+
+def _reaching(hosts: tuple[Host, ...], around: Surroundings) -> Allocation | None:
+    """Return the allocation whose agent reaches the given hosts: it has them all, or names no hosts.
+
+    Only ssh can log in as another user.
+    """
+    if any(host.user for host in hosts):
+        return None
+    try:
+        allocation = find_allocation(around)
+    except HostsError:  # the user has given hosts instead
+        return None
+    if allocation is None:
+        return None
+    known = {host.name for host in allocation.hosts}
+    return allocation if not known or all(host.name in known for host in hosts) else None
+
+
+def _allocated(allocation: Allocation, options: Options, find_own: FindOwn) -> HostSelection:
+    hosts = allocation.hosts
+    # On one host the user chooses the number of ranks, as without a cluster.
+    too_many = options.num_proc is not None and options.num_proc > sum(host.slots for host in hosts)
+    own = find_own(hosts) if too_many else ()
+    oversubscribe = too_many and all(host in own for host in hosts)
+    placed = place_ranks(hosts, options.num_proc, options.name_of(NUM_PROC), oversubscribe=oversubscribe)
+    marked = mark_own(placed, find_own(host for host, _ in placed))
+    seated = JobHosts(marked, _agent(options, allocation.agent), allocation.interface)
+    return HostSelection(allocation.system, hosts, seated, allocation.note)

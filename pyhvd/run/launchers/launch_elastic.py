@@ -1,0 +1,165 @@
+"""``pyhvd.launch`` with ranks and hosts that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from pyhvd.config import read_timeout
+from pyhvd.job.driver.console import log_warning
+from pyhvd.job.driver.discovery import CallDiscovery, Discovery, FindsHosts, HostFinder, ScriptDiscovery
+from pyhvd.job.driver.elastic_job import ElasticJob
+from pyhvd.job.driver.output import Output
+from pyhvd.job.machines.member_host import FoundHost
+from pyhvd.job.machines.membership import Membership
+from pyhvd.job.rank.call import check_size, expect, is_duration
+from pyhvd.job.spec import ELASTIC_TIMEOUT
+from pyhvd.run.hosts.agent_template import ssh_command
+from pyhvd.run.hosts.hosts import HostRanks
+from pyhvd.run.hosts.selection import HostSelection
+from pyhvd.run.launchers.elastic import CommandStarter, RankFiles, hosts_of, limits_of, spec_of
+from pyhvd.run.options import ElasticOptions, Options
+
+_COOLDOWNS_S = (1, 3600)
+
+
+class Elastic(TypedDict, total=False):
+    """The arguments of :func:`pyhvd.launch` for elastic jobs; Horovod's names."""
+
+    min_num_proc: int | None
+    max_num_proc: int | None
+    slots: int | None
+    reset_limit: int | None
+    cooldown_range: tuple[int, int] | None
+    host_discovery_script: str | None
+    elastic_timeout: float | None
+    discovery: HostFinder | None
+
+
+@dataclass(frozen=True)
+class ElasticCall:
+    """What a call says of an elastic job.
+
+    Attributes
+    ----------
+    options : ElasticOptions
+        What pyhvdrun's flags can say too.
+    slots : int or None
+        The slots of a host that is given or found without them.
+    discovery : HostFinder or None
+        Finds the hosts; None if a script does, or if they are given.
+    """
+
+    options: ElasticOptions
+    slots: int | None
+    discovery: HostFinder | None
+
+    @property
+    def finds_hosts(self) -> bool:
+        """Whether the hosts are found while the job runs."""
+        return self.discovery is not None or self.options.discovery_script is not None
+
+
+def read_elastic(given: Mapping[str, Any]) -> ElasticCall | None:
+    """Return what a call says of an elastic job; None if nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is unknown, or wrong.
+    """
+    for name in given:
+        if name not in Elastic.__annotations__:
+            raise TypeError(f"launch() got an unexpected keyword argument {name!r}")
+    known = {name: value for name, value in given.items() if value is not None}
+    if not known:
+        return None
+    script, finder = known.get("host_discovery_script"), known.get("discovery")
+    if script is not None and finder is not None:
+        raise ValueError("host_discovery_script and discovery both find the hosts: give one of them")
+    if "min_num_proc" not in known and script is None and finder is None:
+        raise ValueError(f"{next(iter(known))} is for elastic jobs: give min_num_proc too")
+    good = finder is None or callable(finder) or isinstance(finder, FindsHosts)
+    what = "a function that returns the hosts, or an object with find_available_hosts_and_slots()"
+    expect(good and not isinstance(finder, type), "discovery", finder, what)
+    expect(script is None or isinstance(script, str), "host_discovery_script", script, "a path, as str")
+    least, most = (
+        None if name not in known else check_size(known[name], name)
+        for name in ("min_num_proc", "max_num_proc")
+    )
+    limit = known.get("reset_limit")
+    expect(limit is None or (type(limit) is int and limit >= 0), "reset_limit", limit, "0 or more restarts")
+    settings = ElasticOptions(script, least, most, limit)
+    timeout = known.get("elastic_timeout")
+    right = timeout is None or is_duration(timeout)
+    expect(right, "elastic_timeout", timeout, "a number of seconds above 0")
+    if timeout is None:
+        timeout = read_timeout(ELASTIC_TIMEOUT.suffix, ELASTIC_TIMEOUT.default)
+    settings = dataclasses.replace(settings, timeout=float(timeout))
+    if (cooldown := known.get("cooldown_range")) is not None:
+        low, high = _COOLDOWNS_S
+        right = len(cooldown) == 2 and low <= cooldown[0] <= cooldown[1] <= high
+        expect(right, "cooldown_range", cooldown, f"two numbers of seconds from {low} to {high}")
+        settings = dataclasses.replace(settings, cooldown=(float(cooldown[0]), float(cooldown[1])))
+    slots = known.get("slots")
+    expect(slots is None or (type(slots) is int and slots > 0), "slots", slots, "a whole number above 0")
+    return ElasticCall(settings, slots, finder)
+
+
+def _discover(options: Options, finder: HostFinder | None) -> Discovery:
+    """Begin to look for hosts, by a function or by the script."""
+    slots, script = options.slots_per_host or 1, options.elastic.discovery_script
+    if finder is not None:
+        return CallDiscovery(finder, slots)
+    assert script is not None
+    return ScriptDiscovery([script], slots)
+
+
+def launch_elastic(
+    options: Options,
+    selection: HostSelection | None,
+    finder: HostFinder | None,
+    code: bytes,
+    output: Output,
+    files: RankFiles,
+) -> list[Any]:
+    """Run a function on ranks that are started again; return the results of the last ones.
+
+    Parameters
+    ----------
+    options : Options
+        As of a command line.
+    selection : HostSelection or None
+        The hosts; None if they are found while the job runs.
+    finder : HostFinder or None
+        Finds them; None if a script does.
+    code : bytes
+        What :func:`~pyhvd.job.agent.function_process.dump_call` wrote.
+    output : Output
+        Shows the ranks' output.
+    files : RankFiles
+        The files of the output.
+    """
+    discovery: Discovery | None = None
+    known: Sequence[HostRanks] = ()
+    fixed: Sequence[FoundHost] | None = None
+    with contextlib.ExitStack() as stack:
+        if selection is None:
+            discovery = stack.enter_context(contextlib.closing(_discover(options, finder)))
+            size = options.num_proc or options.elastic.min_np or 1
+            agent = options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file)
+        else:
+            assert selection.placed is not None
+            known, fixed = hosts_of(selection)
+            size, agent = selection.placed.size, selection.placed.agent
+        files.make(options.elastic.min_np or size)
+        membership = Membership(limits_of(options, size), time.monotonic(), fixed)
+        starter = CommandStarter(options, agent, known, files, None, log_warning)
+        job = ElasticJob(
+            spec_of(options, code, function=True), membership, starter, discovery, output, log_warning
+        )
+        return stack.enter_context(contextlib.closing(job)).serve_function()

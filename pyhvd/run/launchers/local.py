@@ -1,0 +1,294 @@
+"""The launcher, ``pyhvdrun -n 4 script.py``: it runs mpiexec on this host.
+
+It chooses mpiexec and its settings, receives reports from each rank's supervisor, and passes signals on to
+the ranks. At the end it prints the first failure, below all other output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from pyhvd.common.text import list_numbers
+from pyhvd.job.driver.status_line import say
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.machines.machine import GOES_ON, Entrance
+from pyhvd.job.mpi.flavour import find_library, find_mpiexec
+from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
+from pyhvd.job.mpi.rank_env import OF_ONE_RANK, OPENMPI, without
+from pyhvd.job.process.exit_report import EXIT, INTERRUPT, LOST, ExitReport, root_cause
+from pyhvd.job.process.guardian import signal_group
+from pyhvd.job.process.private_folder import PrivateFolder
+from pyhvd.job.process.signals import (
+    ENDING,
+    GRACE_S,
+    SAY_WAITING_S,
+    describe_waiting,
+    shell_code,
+    wake_on_signals,
+)
+from pyhvd.run.entry.control_socket import JOB_DIR, Line, listen
+from pyhvd.run.entry.missing_script import describe_missing
+from pyhvd.run.options import Options
+
+# A failed rank ends the job itself; if the job still runs after this long, the launcher ends it.
+_FAILED_S = 1.5
+# After SIGTERM, mpiexec has this long to end.
+_MPIEXEC_S = 1.0
+
+
+def launch(options: Options) -> int:
+    """Start the ranks and wait for them; return the exit code of the first failure, or 0."""
+    program = options.program[0]
+    if program not in ("-m", "-c") and not os.path.exists(program):
+        say(describe_missing(program, os.getcwd()))
+        return 2
+    try:
+        library = find_library()
+        mpiexec = find_mpiexec(library)
+    except LaunchError as exc:
+        say(f"pyhvd: {exc}")
+        return 1
+    with contextlib.closing(PrivateFolder(short_temporary_directory())) as folder:
+        job_dir = folder.path
+        settings = {JOB_DIR: job_dir, **options.settings}
+        if library.family == OPENMPI:
+            settings |= _openmpi_settings(job_dir)
+        arguments = ["-n", str(options.num_proc), *options.mpi_args, *options.binding_args]
+        command = [mpiexec, *arguments, *_rank_command(options)]
+        if options.verbose or options.dry_run:
+            say(f"pyhvd: mpi4py is built on {library.name}")
+            say("pyhvd: " + shlex.join([*(f"{name}={value}" for name, value in settings.items()), *command]))
+        if options.dry_run:
+            return 0
+        return _LocalJob(command, without(os.environ, *OF_ONE_RANK) | settings, job_dir, options).run()
+
+
+class _LocalJob:
+    """mpiexec, and the lines to the supervisors of its ranks."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], job_dir: str, options: Options
+    ) -> None:
+        assert options.num_proc is not None
+        self._command = command
+        self._environment = environment
+        self._size = options.num_proc
+        self._start_timeout = options.start_timeout
+        self._ends_late = options.ends_late
+        self._entrance = Entrance(self._size, options.start_timeout)
+        self._listener = listen(job_dir, self._size)
+        self._selector = selectors.DefaultSelector()
+        self._ranks: dict[Line, int] = {}  # -1 until the supervisor has sent its hello
+        self._seen: set[int] = set()
+        self._ended: set[int] = set()
+        self._reports: list[ExitReport] = []
+        self._stopped_by = 0
+        self._end_at: float | None = None  # when the launcher ends the job itself
+        self._kill_at: float | None = None  # when the launcher kills what is left
+        self._say_waiting_at: float | None = None
+        self._start_failed = False
+
+    def run(self) -> int:
+        """Run the job to its end, and print its failure; return the exit code."""
+        self._prepare()
+        mpiexec = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,  # rank 0 gets the launcher's by its line
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
+            preexec_fn=_die_with_launcher,  # safe: this process has one thread
+        )
+        start_by = time.monotonic() + self._start_timeout
+        while mpiexec.poll() is None:
+            now = time.monotonic()
+            if len(self._seen) < self._size and now > start_by and self._end_at is None:
+                self._start_failed = True
+                self._end_at = now
+            self._check_entrance(now)
+            if self._say_waiting_at is not None and now >= self._say_waiting_at:
+                self._say_waiting()
+            if self._stopped_by and len(self._ended) == self._size and self._end_at is not None:
+                self._end_at = min(self._end_at, now)
+            if self._end_at is not None and now >= self._end_at and self._kill_at is None:
+                self._end(mpiexec)
+            if self._kill_at is not None and now >= self._kill_at:
+                signal_group(mpiexec.pid, signal.SIGKILL)
+            self._wait(start_by)
+        self._drain()
+        return self._conclude(mpiexec.returncode)
+
+    def _prepare(self) -> None:
+        read = wake_on_signals(self._on_signal)
+        self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number in ENDING:
+            grace = 0.0 if self._stopped_by else GRACE_S  # the second signal ends them now
+            self._stopped_by = self._stopped_by or number
+            self._end_by(grace)
+            self._say_waiting_at = time.monotonic() + SAY_WAITING_S if grace else None
+        for line, rank in self._ranks.items():
+            if rank >= 0:  # the answer to a hello tells the others
+                line.send("signal", number)
+
+    def _end_by(self, seconds: float) -> None:
+        end_at = time.monotonic() + seconds
+        self._end_at = end_at if self._end_at is None else min(self._end_at, end_at)
+
+    def _say_waiting(self) -> None:
+        self._say_waiting_at = None
+        if slow := sorted(self._seen - self._ended):
+            say(describe_waiting(slow))
+
+    def _end(self, mpiexec: subprocess.Popen[bytes]) -> None:
+        """End the job: supervisors kill their ranks when their lines close; then mpiexec ends too."""
+        self._kill_at = time.monotonic() + _MPIEXEC_S
+        for line in list(self._ranks):
+            self._disconnect(line)
+        mpiexec.terminate()
+
+    def _check_entrance(self, now: float) -> None:
+        """End the job if ranks wait in MPI_Init for one that has ended; name one that is late there."""
+        if self._end_at is not None:
+            return
+        absent, late = self._entrance.absent(), self._entrance.late(now)
+        for rank, text in filter(None, (absent, late)):
+            title = f"pyhvd: rank {rank} of {self._size} on host {socket.gethostname()} {text}"
+            if absent is None and not self._ends_late:
+                say(title + GOES_ON)
+            else:
+                self._reports.append(ExitReport(rank, EXIT, 1, title))
+                self._end_at = now
+
+    def _wait(self, start_by: float) -> None:
+        pending = [self._kill_at] if self._kill_at is not None else [self._end_at, self._say_waiting_at]
+        if self._end_at is None and self._entrance.late_at < math.inf:
+            pending.append(self._entrance.late_at)
+        if len(self._seen) < self._size and self._end_at is None:
+            pending.append(start_by)
+        soonest = min((at for at in pending if at is not None), default=None)
+        timeout = None if soonest is None else max(0.0, soonest - time.monotonic()) + 0.001
+        for key, _ in self._selector.select(timeout):
+            with contextlib.suppress(BlockingIOError):
+                key.data()
+
+    def _accept(self) -> None:
+        peer, _ = self._listener.accept()
+        line = Line(peer)
+        self._ranks[line] = -1
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._receive(line))
+
+    def _receive(self, line: Line) -> None:
+        for what, value in line.receive():
+            if what == "hello":
+                self._ranks[line] = value
+                self._seen.add(value)
+                if value == 0:
+                    line.give_stdin()
+                if self._stopped_by:
+                    line.send("signal", self._stopped_by)
+            elif what == "entering" and value:
+                self._entrance.enter(self._ranks[line], time.monotonic())
+            elif what == "entering":
+                self._entrance.leave()
+            elif what == "report":
+                self._reports.append(ExitReport.load(value.encode()))
+            elif what == "ended":
+                self._ended.add(self._ranks[line])
+                if value == 0:
+                    self._entrance.end(self._ranks[line])
+                elif not self._stopped_by:
+                    self._end_by(_FAILED_S)
+        if not line.open:
+            rank = self._ranks[line]
+            self._disconnect(line)
+            if rank >= 0 and rank not in self._ended and self._kill_at is None:
+                text = f"pyhvd: rank {rank} of {self._size} was lost: the process that watched it was killed"
+                if self._ended:
+                    before = list_numbers(self._ended)
+                    text += f" (ended before it: rank {before}; without exit handlers mpiexec then ends all)"
+                self._reports.append(ExitReport(rank, LOST, 1, text))
+                self._end_by(_FAILED_S)
+
+    def _disconnect(self, line: Line) -> None:
+        self._selector.unregister(line)
+        self._ranks.pop(line, None)
+        line.close()
+
+    def _drain(self) -> None:
+        """Receive what supervisors sent before they ended."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._accept()
+        for line in list(self._ranks):
+            while line in self._ranks and line.open:
+                before = len(self._reports), len(self._ended), len(self._seen)
+                self._receive(line)
+                if before == (len(self._reports), len(self._ended), len(self._seen)):
+                    break
+
+    def _conclude(self, returncode: int) -> int:
+        """Print the first failure; return the exit code."""
+        code = shell_code(returncode)
+        cause = root_cause(self._reports)
+        if self._stopped_by:
+            shown = root_cause(report for report in self._reports if report.kind == INTERRUPT)
+            if shown is not None:
+                say(shown.text)
+            say(f"pyhvd: ended by {signal.Signals(self._stopped_by).name}")
+            return 128 + self._stopped_by
+        if self._start_failed:
+            missing = set(range(self._size)) - self._seen
+            say(
+                f"pyhvd: only {len(self._seen)} of {self._size} ranks started in {self._start_timeout:g} s"
+                f" (missing: {list_numbers(missing)}); see --start-timeout and --verbose"
+            )
+            return 1
+        if cause is not None:
+            say(cause.text)
+            return cause.code
+        if code and not self._seen:
+            command = shlex.join(self._command)
+            say(f"pyhvd: mpiexec failed before any rank started (exit code {code}): {command}")
+        elif code:
+            say(f"pyhvd: mpiexec exited with code {code}, and no rank reported a failure")
+        return code
+
+
+def _rank_command(options: Options) -> list[str]:
+    """Return the command of a rank: this Python with its own flags, and pyhvd.run."""
+    flags: list[str] = []
+    for word in sys.orig_argv[1:]:
+        if word.startswith("-m") or (not word.startswith("-") and flags[-1:] not in (["-X"], ["-W"])):
+            break  # -m pyhvd.run, or the pyhvdrun script
+        flags.append(word)
+    return [options.python or sys.executable, *flags, "-m", "pyhvd.run", *options.rank_arguments()]
+
+
+def _openmpi_settings(job_dir: str) -> dict[str, str]:
+    # This is one host, and the user chooses the number of ranks: never refuse for lack of slots.
+    settings = mpiexec_settings(":oversubscribe", os.environ)
+    if "PRTE_MCA_prte_tmpdir_base" not in os.environ:
+        # In the default directory, files of an earlier job or of another user stop mpiexec.
+        settings["PRTE_MCA_prte_tmpdir_base"] = job_dir
+    return settings
+
+
+def _die_with_launcher() -> None:
+    from pyhvd.job.process.guardian import die_with_parent
+
+    die_with_parent(signal.SIGTERM, _LAUNCHER)
+
+
+_LAUNCHER = os.getpid()

@@ -1,0 +1,134 @@
+"""Virtual time: events in the order of their times, and processes whose work takes time."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+
+class Clock:
+    """Calls functions at virtual times (s); those of one time in the order in which they were asked for.
+
+    Attributes
+    ----------
+    now : float
+        The time of the event that is being carried out.
+    events : int
+        How many events have been carried out.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._numbers = count()
+        self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+
+    def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
+        """Call a function at a time; at once, after what is due already, if that has passed."""
+        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call, args))
+
+    def run(self, until: float) -> bool:
+        """Carry out all events up to a time; return whether later ones are left."""
+        due = self._due
+        while due and due[0][0] <= until:
+            self.now, _, call, args = heapq.heappop(due)
+            self.events += 1
+            call(*args)
+        return bool(due)
+
+
+class SimulatedProcess:
+    """A thread of a simulated process: it carries out what has come, then settles, and so on.
+
+    The CPU time of each turn is measured with the simulating thread's clock, or is the same for all turns. A
+    turn takes longer if others share the core.
+
+    Parameters
+    ----------
+    clock : Clock
+        Virtual time.
+    cpu : float or None
+        Seconds that each turn takes; None: they are measured.
+    settle : callable
+        Called at the end of each turn.
+    sharers : float
+        How many processes share the core.
+
+    Attributes
+    ----------
+    busy, longest : float
+        CPU time (s) of all turns so far, and of the longest one.
+    blocked : bool
+        Whether tasks wait until :meth:`resume`.
+    """
+
+    __slots__ = (
+        *("_begun", "_cpu", "_extra", "_free_at", "_is_due", "_settle", "_sharers", "_tasks"),
+        *("blocked", "busy", "clock", "longest"),
+    )
+
+    def __init__(
+        self, clock: Clock, cpu: float | None, settle: Callable[[], object], sharers: float = 1.0
+    ) -> None:
+        self.clock = clock
+        self.busy = self.longest = 0.0
+        self.blocked = False
+        self._cpu = cpu
+        self._settle = settle
+        self._sharers = sharers
+        self._begun = self._extra = self._free_at = 0.0
+        self._is_due = False
+        self._tasks: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+
+    @property
+    def now(self) -> float:
+        """The time: within a turn, with what it has taken so far."""
+        return self.clock.now + self._sharers * self._used()
+
+    def spend(self, seconds: float) -> None:
+        """Count CPU time of the present turn that is not measured."""
+        self._extra += seconds
+
+    def call(self, task: Callable[..., object], *args: Any) -> None:
+        """Carry out a task as soon as this process is free."""
+        self._tasks.append((task, args))
+        if not self._is_due and not self.blocked:
+            self._is_due = True
+            self.clock.at(self._free_at, self._turn)
+
+    def resume(self) -> None:
+        """Go on after `blocked` was set."""
+        self.blocked = False
+        self.call(_nothing)
+
+    def _turn(self) -> None:
+        self._extra = 0.0
+        self._begun = time.thread_time()
+        while self._tasks and not self.blocked:
+            task, args = self._tasks.popleft()
+            task(*args)
+        if not self.blocked:
+            self._settle()
+        used = self._used()
+        self._begun = 0.0
+        self.busy += used
+        self.longest = max(self.longest, used)
+        self._free_at = self.clock.now + self._sharers * used
+        self._is_due = False
+        if self._tasks and not self.blocked:
+            self._is_due = True
+            self.clock.at(self._free_at, self._turn)
+
+    def _used(self) -> float:
+        if not self._begun:
+            return 0.0
+        measured = time.thread_time() - self._begun if self._cpu is None else self._cpu
+        return measured + self._extra
+
+
+def _nothing() -> None:
+    """Make a process settle."""

@@ -1,3 +1,0 @@
-"""``horovod.common.elastic``."""
-
-from pyhvd.elastic import ObjectState as ObjectState, State as State

@@ -1,3 +1,0 @@
-"""``horovod.runner``."""
-
-from pyhvd.tools.as_horovod import run as run
