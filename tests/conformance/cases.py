@@ -82,8 +82,18 @@ def on_threads(
 
 def run(case: Case) -> None:
     """Start pyhvd on a rank under mpiexec, and run a case."""
+    run_all([case])
+
+
+def run_all(cases: Sequence[Case]) -> None:
+    """Start pyhvd on a rank under mpiexec, and run cases in turn; the error of one names it."""
     hvd.init()
-    case()
+    for case in cases:
+        try:
+            case()
+        except BaseException as exc:
+            exc.add_note(f"in case {case.name}")
+            raise
 
 
 def last() -> int:

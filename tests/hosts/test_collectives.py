@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance import adasum, determinism, joining, kinds_of_arrays, movements, reductions, sets
-from tests.conformance.cases import Case, run
+from tests.conformance.cases import Case, run, run_all
 from tests.hosts.jobs import HostsJob, name_of
 
 CASES = [
@@ -24,6 +24,7 @@ EVEN, UNEVEN = (2, 2), (3, 1)
 OTHERS = [case for case in CASES if case not in SPREAD and sum(EVEN) in case.sizes]
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("case", SPREAD, ids=lambda case: case.name)
 def test_case(job: HostsJob, case: Case) -> None:
     job.run(run, case=case)
@@ -31,10 +32,11 @@ def test_case(job: HostsJob, case: Case) -> None:
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize(
-    ("job", "case"),
-    [((EVEN, UNEVEN)[index % 2], case) for index, case in enumerate(OTHERS)],
+    ("job", "cases"),
+    [(EVEN, OTHERS[::2]), (UNEVEN, OTHERS[1::2])],
     indirect=["job"],
-    ids=lambda value: value.name if isinstance(value, Case) else name_of(value),
+    ids=lambda value: "" if isinstance(value, list) else name_of(value),
 )
-def test_other_case(job: HostsJob, case: Case) -> None:
-    job.run(run, env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"}, case=case)
+def test_other_cases(job: HostsJob, cases: list[Case]) -> None:
+    """All of them between one init() and its end, which takes longer than most of them."""
+    job.run(run_all, timeout=240, env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"}, cases=cases)

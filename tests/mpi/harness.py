@@ -72,6 +72,7 @@ def on_ranks(
     env: Environment | None = None,
     alone: bool = False,
     cleanup: bool = True,
+    warm: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated module-level test on each of `counts` ranks.
 
@@ -92,6 +93,9 @@ def on_ranks(
     cleanup : bool
         After the test, shut pyhvd down and finalize MPI. False leaves both to the interpreter's exit, in a
         job for this case alone.
+    warm : bool
+        Leave pyhvd running for the next case, if that is warm too and has the same `env`: the start takes
+        longer than most cases.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -106,7 +110,7 @@ def on_ranks(
             if alone or not cleanup:
                 report = run_function(n, function, arguments, timeout=timeout, env=env, cleanup=cleanup)
             else:
-                report = jobs.run(n, function, arguments, timeout=timeout, env=env)
+                report = jobs.run(n, function, arguments, timeout=timeout, env=env, warm=warm)
             _report_to_pytest(report)
 
         _dress(test, function, signature.replace(parameters=parameters))
@@ -191,13 +195,14 @@ class CaseJob:
         env: Environment | None = None,
         cleanup: bool = True,
         last: bool = False,
+        warm: bool = False,
     ) -> JobReport:
         """Run a case whose time began at `start`. If it is the last one, wait for the end of the job."""
         self._cases += 1
         folder = self._directory / str(self._cases)
         folder.mkdir()
         task: dict[str, Any] = {"module": function.__module__, "function": function.__qualname__}
-        task |= {"env": dict(env or {}), "cleanup": cleanup, "last": last}
+        task |= {"env": dict(env or {}), "cleanup": cleanup, "last": last, "warm": warm}
         task |= {"dump_at": start + timeout, "kill_at": start + timeout + 3 * _STACKS_S}
         (folder / "task.json").write_text(json.dumps(task))
         (folder / "arguments.pkl").write_bytes(cloudpickle.dumps(dict(arguments)))
@@ -300,6 +305,7 @@ class SharedJobs:
         *,
         timeout: float = 60.0,
         env: Environment | None = None,
+        warm: bool = False,
     ) -> JobReport:
         """Call a module-level function on `n` ranks, in a job that earlier cases may have used."""
         if mpiexec_path() is None:
@@ -315,7 +321,7 @@ class SharedJobs:
             self._end(self._jobs.pop(next(iter(self._jobs))))
         job = job or CaseJob(n, of_job)
         try:
-            report = job.run(function, arguments or {}, start, timeout, env=of_case)
+            report = job.run(function, arguments or {}, start, timeout, env=of_case, warm=warm)
         except BaseException:
             job.close()
             raise

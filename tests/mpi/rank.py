@@ -41,6 +41,7 @@ def main(directory: Path) -> None:
         sys.stdout.reconfigure(line_buffering=True)
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
     deadline = Deadline()
+    before: Mapping[str, Any] = {}
     for name in _commands(directory / f"commands{rank}"):
         deadline.disarm()
         if not name:
@@ -49,7 +50,8 @@ def main(directory: Path) -> None:
         task = json.loads((folder / "task.json").read_text())
         _write_output_to(folder / "output")
         deadline.arm(folder / f"stacks{rank}", task["dump_at"], task["kill_at"])
-        result = _run(task, folder)
+        result = _run(task, folder, before)
+        before = task
         _write(folder / f"result{rank}.json", result)
         if result["outcome"] == "failed":
             _abort()
@@ -60,6 +62,7 @@ def main(directory: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
         task = {"cleanup": True}
     if task["cleanup"]:
+        _shut_down()
         _finalize()
 
 
@@ -106,9 +109,11 @@ def _write_output_to(path: Path) -> None:
     os.close(fd)
 
 
-def _run(task: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _run(task: Mapping[str, Any], folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
     outcome, message = "passed", ""
     try:
+        if not (task["warm"] and before.get("warm") and task["env"] == before["env"]):
+            _shut_down()  # pyhvd, which the case before has left running
         function: Any = importlib.import_module(task["module"])
         for name in task["function"].split("."):
             function = getattr(function, name)
@@ -124,7 +129,7 @@ def _run(task: dict[str, Any], folder: Path) -> dict[str, Any]:
             for argument in arguments.values():
                 if isinstance(argument, pytest.MonkeyPatch):
                     argument.undo()
-        if task["cleanup"]:
+        if task["cleanup"] and not task["warm"]:
             _shut_down()
         if not task["last"]:
             state.restore()

@@ -14,13 +14,13 @@ from tests.mpi.harness import on_ranks
 
 
 @each(adasum.CASES, 1, 2, 3, 4, count="nranks")
-@on_ranks()
+@on_ranks(warm=True)
 def test_case(case: Case) -> None:
     run(case)
 
 
 @each(adasum.CASES, 2, 4, count="nranks")
-@on_ranks(env={"PYHVD_FAST_LANE": "0"})
+@on_ranks(env={"PYHVD_FAST_LANE": "0"}, warm=True)
 def test_over_mpi(case: Case) -> None:
     run(case)
 

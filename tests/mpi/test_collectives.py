@@ -17,7 +17,7 @@ CASES = [*reductions.CASES, *movements.CASES, *kinds_of_arrays.CASES]
 
 
 @each(CASES, 1, 2, 3, 4, count="nranks")
-@on_ranks()
+@on_ranks(warm=True)
 def test_case(case: Case) -> None:
     run(case)
 

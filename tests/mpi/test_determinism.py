@@ -21,7 +21,7 @@ SETTINGS = (
 
 
 @each(determinism.CASES, 3, 4, count="nranks")
-@on_ranks()
+@on_ranks(warm=True)
 def test_case(case: Case) -> None:
     run(case)
 

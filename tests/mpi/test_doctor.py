@@ -172,6 +172,7 @@ def test_ranks_that_hang_are_named_with_what_they_did(tmp_path: Path) -> None:
     assert "When it ended: ranks 0-1 at 'ring test'" in text
 
 
+@pytest.mark.any_mpi
 def test_ranks_that_do_not_start_are_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(STUCK + "    time.sleep(600)\n")
     ended = doctor("--timeout", "8", env=_path(tmp_path))

@@ -8,6 +8,6 @@ from tests.mpi.harness import on_ranks
 
 
 @each([*disagreements.CASES, *refusals.CASES], 2, 4, count="nranks")
-@on_ranks()
+@on_ranks(warm=True)
 def test_case(case: Case) -> None:
     run(case)

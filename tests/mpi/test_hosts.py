@@ -31,6 +31,6 @@ def test_the_tree_has_a_leader() -> None:
     4,
     count="nranks",
 )
-@on_ranks(env=TWO_HOSTS)
+@on_ranks(env=TWO_HOSTS, warm=True)
 def test_case(case: Case) -> None:
     run(case)

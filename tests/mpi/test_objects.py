@@ -8,6 +8,6 @@ from tests.mpi.harness import on_ranks
 
 
 @each([*objects.CASES, *promises.CASES], 1, 4, count="nranks")
-@on_ranks()
+@on_ranks(warm=True)
 def test_case(case: Case) -> None:
     run(case)

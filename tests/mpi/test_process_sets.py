@@ -27,7 +27,7 @@ def _use_all(given: list[hvd.ProcessSet]) -> None:
 
 
 @each(sets.DYNAMIC, 2, 4, count="nranks")
-@on_ranks(env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"})
+@on_ranks(env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"}, warm=True)
 def test_dynamic(case: Case) -> None:
     run(case)
 

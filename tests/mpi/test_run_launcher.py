@@ -97,6 +97,7 @@ def test_arguments_for_mpiexec_may_begin_with_a_dash(text: str, expected: list[s
         assert (options.mpi_args, options.program) == (expected, ["x", "--mpi-args", "-mine"])
 
 
+@pytest.mark.any_mpi
 def test_missing_script_is_said_once() -> None:
     ended = pyhvdrun("-n", 3, "/nowhere/script.py")
     assert ended.code == 2
@@ -104,6 +105,7 @@ def test_missing_script_is_said_once() -> None:
     assert ended.err == f"{name}: can't open file '/nowhere/script.py': [Errno 2] No such file or directory\n"
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
 def test_a_mistyped_command_is_named(tmp_path: Path, launched: bool) -> None:
     words = ("pythn", "x.py")
@@ -134,6 +136,7 @@ open(f"{__file__}.{hvd.rank()}", "w").write(str(hvd.allreduce(np.ones(1), op=hvd
 """
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_descriptors_are_as_dev_null(tmp_path: Path, closed: str) -> None:
     """cron and daemons may start pyhvdrun so; the ranks run, and what is open shows their output."""
@@ -190,6 +193,7 @@ def test_output_files_are_padded(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank.{rank:02d}" for rank in range(11)]
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
 def test_output_files_that_cannot_be_made(tmp_path: Path, launched: bool) -> None:
     arguments = ("--output-filename", script(tmp_path, ""), "-c", "print('ran')")

@@ -116,6 +116,7 @@ def test_a_failed_rank_may_run_its_exit_handlers(launcher: Launcher) -> None:
     assert (launcher.folder / "handled").exists()
 
 
+@pytest.mark.any_mpi
 def test_a_host_whose_clock_is_an_hour_ahead(launcher: Launcher, agent: str) -> None:
     """A crash may follow from another one, so the earliest is the cause."""
     ahead = launcher.folder / "ahead"
@@ -140,6 +141,7 @@ def test_a_host_whose_clock_is_an_hour_ahead(launcher: Launcher, agent: str) -> 
     assert ended.last.startswith("pyhvd: rank 2 of 4"), ended
 
 
+@pytest.mark.any_mpi
 def test_all_hosts_problems_are_told_at_once_and_nothing_runs(launcher: Launcher) -> None:
     agent = (
         "sh -c 'case {host} in"
@@ -155,6 +157,7 @@ def test_all_hosts_problems_are_told_at_once_and_nothing_runs(launcher: Launcher
     assert not (launcher.folder / "ran").exists()
 
 
+@pytest.mark.any_mpi
 def test_a_host_that_comes_up_late(launcher: Launcher) -> None:
     agent = (
         "sh -c ': {host}; if [ -e up ]; then {command}; fi; touch up;"
@@ -164,6 +167,7 @@ def test_a_host_that_comes_up_late(launcher: Launcher) -> None:
     assert (ended.code, ended.out) == (0, "[0]<stdout>:here\n"), ended
 
 
+@pytest.mark.any_mpi
 def test_a_host_that_does_not_come_up(launcher: Launcher) -> None:
     agent = "sh -c 'echo ssh: connect to host {host} port 22: Connection refused >&2; exit 255; {command}'"
     ended = launcher.run("--start-timeout", "2", "-c", "pass", agent=agent)
@@ -172,6 +176,7 @@ def test_a_host_that_does_not_come_up(launcher: Launcher) -> None:
     assert "Connection refused. Is the host up" in ended.err
 
 
+@pytest.mark.any_mpi
 def test_a_login_shell_that_prints(launcher: Launcher) -> None:
     agent = "sh -c ': {host}; yes Welcome | head -c 10000; {command}'"
     ended = launcher.run("-c", "print('here')", hosts="h1:1", agent=agent)
@@ -184,6 +189,7 @@ def test_a_login_shell_that_prints_forever(launcher: Launcher) -> None:
     assert "instead of the agent's first; they begin: 'Welcome" in ended.last, ended
 
 
+@pytest.mark.any_mpi
 def test_a_login_shell_that_exits_at_once(launcher: Launcher) -> None:
     ended = launcher.run("-c", "pass", hosts="h1:1", agent="sh -c 'exit 0; {host}; {command}'")
     expected = "pyhvd: host h1: the agent did not start: exit code 0, and no word"
@@ -261,6 +267,7 @@ def test_one_host_by_pmi(launcher: Launcher, family: str) -> None:
         assert (ended.code, ended.out.count("here")) == (0, 2), ended
 
 
+@pytest.mark.any_mpi
 def test_a_directory_and_a_script_that_are_not_there(launcher: Launcher, tmp_path: Path) -> None:
     ended = launcher.run("--chdir", "nowhere", "-c", "pass")
     assert ended.code == 1
@@ -297,6 +304,7 @@ def test_ctrl_c_reaches_every_rank_once(launcher: Launcher) -> None:
     ]
 
 
+@pytest.mark.any_mpi
 def test_an_agent_that_never_answers(launcher: Launcher) -> None:
     agent = "sh -c 'touch begun.{host}; exec sleep 1000; {command}'"
     ended = launcher.run("--start-timeout", "1", "-c", "pass", agent=agent)
@@ -332,6 +340,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launcher: Launcher) -> None:
     wait_gone(pids, 10)
 
 
+@pytest.mark.any_mpi
 def test_files_of_the_ranks(launcher: Launcher, tmp_path: Path) -> None:
     program = """
         import os, sys
@@ -350,6 +359,7 @@ def test_files_of_the_ranks(launcher: Launcher, tmp_path: Path) -> None:
     assert "cannot write the files of --output-filename" in ended.last
 
 
+@pytest.mark.any_mpi
 def test_the_commands_are_shown_when_asked_for_and_have_no_secret(launcher: Launcher, family: str) -> None:
     program = """
         import os, sys
@@ -380,6 +390,7 @@ os.execve(sys.argv[1], sys.argv[1:], os.environ | big | {"ODD": ""})
 """
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("stack", ["65536", "8192"])
 def test_an_environment_of_5_mb_with_odd_bytes(
     launcher: Launcher, tmp_path: Path, agent: str, family: str, stack: str
@@ -430,6 +441,7 @@ def test_rank_0_gets_the_launchers_stdin_and_its_end(launcher: Launcher, tmp_pat
     assert sorted(ended.out.splitlines()) == lines
 
 
+@pytest.mark.any_mpi
 def test_a_rank_that_does_not_read_its_stdin(launcher: Launcher) -> None:
     with open("/dev/zero", "rb") as zero:
         ended = launcher.run("-c", "import time; time.sleep(1)", stdin=zero.fileno())
@@ -438,6 +450,7 @@ def test_a_rank_that_does_not_read_its_stdin(launcher: Launcher) -> None:
         assert ended.code == 0, ended
 
 
+@pytest.mark.any_mpi
 def test_the_doctor_looks_at_hosts_and_says_why_it_cannot(agent: str) -> None:
     doctor = [sys.executable, "-m", "pyhvd", "doctor", "--json", "--timeout", "40"]
     command = [*doctor, "-H", "h1,h2", "--launch-agent", agent]
@@ -463,6 +476,7 @@ def test_a_dry_run_shows_the_commands_and_starts_nothing(launcher: Launcher) -> 
     assert list(launcher.folder.iterdir()) == []
 
 
+@pytest.mark.any_mpi
 def test_the_output_of_some_ranks(launcher: Launcher) -> None:
     ended = launcher.run("--ranks", "1,3", "-c", "import os; print(os.environ['HOROVOD_RANK'])")
     assert ended.code == 0
@@ -514,6 +528,7 @@ def test_ranks_get_their_hosts_interface(launcher: Launcher) -> None:
     assert ended.last.startswith("pyhvd: host h2: no interface nosuch0 is up there; it has ")
 
 
+@pytest.mark.any_mpi
 def test_an_agent_that_is_lost_during_the_probe_is_started_again(launcher: Launcher, agent: str) -> None:
     names = {each.name for each in describe_network().interfaces} - {"lo"}
     if not names:
