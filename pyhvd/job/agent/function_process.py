@@ -76,7 +76,7 @@ class FunctionProcess(RankProcess):
             popen=popen,
         )
 
-    def hold_result(self, held: bool) -> None:
+    def hold_result(self, *, held: bool) -> None:
         """See :meth:`RankProcess.hold_result`."""
         held = held and bool(self._left)
         if held == self._result_held:

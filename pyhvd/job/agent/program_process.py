@@ -88,7 +88,7 @@ class _Stdin:
 
     def close(self) -> None:
         """Close the pipe; drop what waits."""
-        self._listen(False)
+        self._listen(wanted=False)
         if self._writer >= 0:
             os.close(self._writer)
             self._writer = -1
@@ -109,11 +109,11 @@ class _Stdin:
             self._waiting.clear()
         if taken:
             self._on_taken(taken)
-        self._listen(bool(self._waiting))
+        self._listen(wanted=bool(self._waiting))
         if self._ending and not self._waiting:
             self.close()
 
-    def _listen(self, wanted: bool) -> None:
+    def _listen(self, *, wanted: bool) -> None:
         if self.selector is None or wanted == self._listens:
             return
         self._listens = wanted

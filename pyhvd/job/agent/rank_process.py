@@ -153,7 +153,7 @@ class RankProcess(SupervisedProcess):
     def feed(self, data: bytes) -> None:
         """Pass bytes on to the rank's stdin, and its end for none; without effect if it has /dev/null."""
 
-    def hold_result(self, held: bool) -> None:
+    def hold_result(self, *, held: bool) -> None:
         """Stop passing on the result, or go on; without effect if it becomes the attribute `result`."""
 
     def check(self, now: float) -> None:
@@ -270,5 +270,5 @@ class RankProcess(SupervisedProcess):
             return self._failed(EXIT, code, f"{describe_exit(code)} after the function returned")
         return None
 
-    def _failed(self, kind: str, code: int, text: str, silent: bool = False) -> Failed:
+    def _failed(self, kind: str, code: int, text: str, *, silent: bool = False) -> Failed:
         return Failed(ExitReport(self._rank, kind, code, text), silent)

@@ -128,7 +128,7 @@ class SupervisedProcess:
         self._outputs = {1: self._out, 2: self._err}  # those that have not ended
         self._listen()
 
-    def hold_output(self, held: bool) -> None:
+    def hold_output(self, *, held: bool) -> None:
         """Stop reading the process's output, so that its writes block; or read it again."""
         if held == self._held:
             return
