@@ -155,8 +155,8 @@ class Runtime:
         if parts.make_adapter is not None:
             self._fast_path = parts.make_adapter(worker, self.queue, self.meter)
         self._executor = Executor(
-            rank, self.queue, backends, worker.sets, make_backend, self.meter, self._where.places,
-            self._fast_path, self._hooks, config,
+            self._where, self.queue, backends, worker.sets, make_backend, self.meter, self._fast_path,
+            self._hooks, config,
         )  # fmt: skip
         self._recorder.members = worker.sets
         self._shutdown_barrier = ShutdownBarrier(control)

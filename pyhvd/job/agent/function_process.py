@@ -71,7 +71,6 @@ class FunctionProcess(RankProcess):
             events,
             files={} if vault is None else vault.files,
             module=self._program.module,
-            flags=("-P",),  # the guardian must not import what the directory has
             directory=self._program.directory,
             popen=popen,
         )

@@ -152,7 +152,6 @@ class ProgramProcess(RankProcess):
                 events,
                 files={} if vault is None else vault.files,
                 module=self._program.module,
-                flags=("-P",),  # the guardian must not import what the directory has
                 directory=self._program.directory,
                 stdin=subprocess.DEVNULL if self._stdin is None else self._stdin.reader,
                 popen=popen,
