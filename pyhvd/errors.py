@@ -222,7 +222,7 @@ class TimelineError(ValueError):
 class HostsUpdatedInterrupt(RuntimeError):
     """The set of hosts has changed (elastic training)."""
 
-    def __init__(self, skip_sync: bool = False) -> None:
+    def __init__(self, skip_sync: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's
         super().__init__("the set of hosts has changed")
         self.skip_sync = skip_sync
 

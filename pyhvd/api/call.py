@@ -141,6 +141,7 @@ class Call:
         self,
         inplace: Sequence[Any] | None = None,
         before_end: Callable[[], None] | None = None,
+        *,
         alone: bool = False,
     ) -> Handle:
         """Submit all added tensors as one unit.
@@ -159,9 +160,8 @@ class Call:
         on_device = [view for view in views if isinstance(view, DeviceView)]
         if on_device:
             mark_ready(on_device)
-        result = partial(
-            _result_on_device if on_device else _result_on_host, bool(self._group), inplace, alone
-        )
+        pick = _result_on_device if on_device else _result_on_host
+        result = partial(pick, inplace=inplace, grouped=bool(self._group), alone=alone)
         handle = QueuedHandle(self.name, len(entries), runtime.flush, result, runtime.meter)
         if not entries:
             runtime.queue.check_joined(self._request(self.name))
@@ -249,14 +249,16 @@ def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> Vi
     return array_libraries.adopt(tensor, writing=writing, any_layout=any_layout)
 
 
-def _result_on_host(grouped: bool, inplace: Sequence[Any] | None, alone: bool, outputs: list[Any]) -> Any:
+def _result_on_host(outputs: list[Any], inplace: Sequence[Any] | None, *, grouped: bool, alone: bool) -> Any:
     results = outputs if inplace is None else inplace
     if alone:
         results = [output for output, _ in outputs]
     return list(results) if grouped else results[0]
 
 
-def _result_on_device(grouped: bool, inplace: Sequence[Any] | None, alone: bool, outputs: list[Any]) -> Any:
+def _result_on_device(
+    outputs: list[Any], inplace: Sequence[Any] | None, *, grouped: bool, alone: bool
+) -> Any:
     """Return a call's result; the caller's stream waits for tensors whose work has not ended."""
     if inplace is None:
         outputs = [taken(output) for output in outputs]
@@ -264,7 +266,7 @@ def _result_on_device(grouped: bool, inplace: Sequence[Any] | None, alone: bool,
         for output in outputs:
             if isinstance(output, PendingArray):
                 output.follow()
-    return _result_on_host(grouped, inplace, alone, outputs)
+    return _result_on_host(outputs, inplace, grouped=grouped, alone=alone)
 
 
 # -- checks of arguments ---------------------------------------------------------------------------------
@@ -317,7 +319,7 @@ def check_splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
     return rows
 
 
-def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+def resolve_op(op: ReduceOp | None, *, average: bool | None) -> ReduceOp:
     """Return the op of a verb's two arguments; raise ValueError if they are invalid."""
     if average is not None:
         if op is not None:
@@ -344,16 +346,17 @@ class Reduction(msgspec.Struct, frozen=True):
     def of(
         cls,
         kind: RequestType,
-        average: bool | None,
         op: ReduceOp | None,
         prescale_factor: float,
         postscale_factor: float,
+        *,
+        average: bool | None,
     ) -> Reduction:
         """Return a verb's checked arguments.
 
         Raises UnsupportedOpError if the verb does not support the op, and ValueError for invalid arguments.
         """
-        chosen = resolve_op(average, op)
+        chosen = resolve_op(op, average=average)
         if kind is RequestType.REDUCESCATTER and chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise UnsupportedOpError(
                 f"reducescatter supports op=Average and op=Sum, not {chosen.name.title()}"

@@ -217,8 +217,8 @@ def submit_allreduce(
     process_set: ProcessSet,
 ) -> Handle:
     """Submit an allreduce that the fast path does not take; :func:`start` calls this."""
-    terms = (average, op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.ALLREDUCE, form, tensors, name, process_set, terms)
+    terms = (op, prescale_factor, postscale_factor)
+    return _reduce(RequestType.ALLREDUCE, form, tensors, name, process_set, terms, average=average)
 
 
 set_lookup(current_holder, process_holder, ProcessSet, global_process_set, submit_allreduce)
@@ -230,13 +230,15 @@ def _reduce(
     tensors: Any,
     name: str | None,
     process_set: ProcessSet,
-    terms: tuple[bool | None, ReduceOp | None, float, float],
+    terms: tuple[ReduceOp | None, float, float],
+    *,
+    average: bool | None = None,
 ) -> Handle:
-    """Submit a reducing call; ``terms`` are average, op and the two factors as the user gave them."""
+    """Submit a reducing call; ``terms`` are the op and the two factors as the user gave them."""
     in_place = bool(form & IN_PLACE)
     with Call(kind, name, process_set, grouped=bool(form & GROUPED)) as call:
         members = call.members(tensors)
-        reduction = Reduction.of(kind, *terms)
+        reduction = Reduction.of(kind, *terms, average=average)
         reduction.check_ranks(call.ranks)
         if reduction.op is ReduceOp.ADASUM:
             call.kind = RequestType.ADASUM
@@ -277,7 +279,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter; see :func:`reducescatter`."""
-    terms = (None, op, prescale_factor, postscale_factor)
+    terms = (op, prescale_factor, postscale_factor)
     return _reduce(RequestType.REDUCESCATTER, 0, tensor, name, process_set, terms)
 
 
@@ -311,7 +313,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter of several tensors as one unit; see :func:`grouped_reducescatter`."""
-    terms = (None, op, prescale_factor, postscale_factor)
+    terms = (op, prescale_factor, postscale_factor)
     return _reduce(RequestType.REDUCESCATTER, GROUPED, tensors, name, process_set, terms)
 
 
@@ -335,7 +337,7 @@ def grouped_reducescatter(
 
 
 def submit_allgather(
-    tensors: Any, grouped: bool, name: str | None, process_set: ProcessSet, with_rows: bool = False
+    tensors: Any, name: str | None, process_set: ProcessSet, *, grouped: bool, with_rows: bool = False
 ) -> Handle:
     """Submit an allgather; ``with_rows``: each result is a pair of the output and each rank's rows."""
     with Call(RequestType.ALLGATHER, name, process_set, grouped=grouped) as call:
@@ -350,7 +352,7 @@ def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start an allgather; see :func:`allgather`."""
-    return submit_allgather(tensor, False, name, process_set)
+    return submit_allgather(tensor, name, process_set, grouped=False)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -366,7 +368,7 @@ def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start an allgather of several tensors as one unit; see :func:`grouped_allgather`."""
-    return submit_allgather(tensors, True, name, process_set)
+    return submit_allgather(tensors, name, process_set, grouped=True)
 
 
 def grouped_allgather(
@@ -381,7 +383,7 @@ def grouped_allgather(
 
 
 def _broadcast(
-    tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, inplace: bool
+    tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, *, inplace: bool
 ) -> Handle:
     with Call(RequestType.BROADCAST, name, process_set) as call:
         root = call.check_root(root_rank)

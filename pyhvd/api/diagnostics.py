@@ -40,7 +40,7 @@ def metrics() -> Metrics:
     return context.current().runtime.meter.snapshot()
 
 
-def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's
     """Start a timeline of every rank, one file per rank, until :func:`stop_timeline`.
 
     Rank 0's call takes effect on all ranks, at one place in the order of responses, and returns when every

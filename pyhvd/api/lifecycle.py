@@ -77,7 +77,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     if holder.make_world is None:
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
-        launcher_hooks.tell_up(True)
+        launcher_hooks.tell_up()
 
 
 def _start(holder: ContextHolder, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
@@ -219,7 +219,7 @@ def leave(holder: ContextHolder, cause: BaseException | None, how: str = _HOW) -
     if active is None or active.runtime.is_forked():  # in a forked child the context belongs to the parent
         return
     if holder.make_world is None:
-        launcher_hooks.tell_up(False)
+        launcher_hooks.tell_down()
     active.shutdown(cause, how)  # after an interrupt, the caller can call it again
     if active.endpoint is not None:
         active.endpoint.close()

@@ -133,7 +133,7 @@ global_process_set = _GlobalProcessSet()
 _registered: weakref.WeakKeyDictionary[context.Context, list[ProcessSet]] = weakref.WeakKeyDictionary()
 
 
-def prepare(process_sets: Iterable[Any], world: Any, by_comm_allowed: bool) -> list[StaticSet]:
+def prepare(process_sets: Iterable[Any], world: Any, *, by_comm_allowed: bool) -> list[StaticSet]:
     """Return the handshake's description of the sets that ``init()`` got.
 
     Raises ValueError for an invalid set, and NotImplementedError for a set made from a communicator if

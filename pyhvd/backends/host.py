@@ -272,7 +272,7 @@ class HostBackend:
         """Change the size of pieces, between the same two collectives on all ranks."""
         self.pieces = pieces
 
-    def agree(self, ok: bool) -> list[int]:
+    def agree(self, *, ok: bool) -> list[int]:
         """Return the ranks on which ``ok`` is false; collective."""
         flags = np.empty(self.size, np.uint8)
         self.fabric.allgather(np.array([ok], np.uint8), flags)

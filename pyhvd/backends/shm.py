@@ -49,7 +49,8 @@ class ShmBackend(HostBackend):
         srcs = np.array([0 if view is None else view.ptr for view in sources], np.int64)
         dsts = np.array([0 if view is None else view.ptr for view in targets], np.int64)
         starts, code = np.cumsum([0, *counts], dtype=np.int64), spec.info.code
-        self._check(self.window.allreduce(srcs, dsts, starts, code, spec.op, spec.prescale, spec.postscale))
+        done = self.window.allreduce(srcs, dsts, starts, code, spec.op, spec.prescale, spec.postscale)
+        self._check(done=done)
 
 
 class HostsBackend(ShmBackend):
@@ -118,9 +119,10 @@ def make_backend(
     hosts: Sequence[int],
     open_window: OpenWindow | None,
     links: LinkOptions | None,
-    agreement: bool,
     pieces: Pieces,
     largest_chunk: int,
+    *,
+    agreement: bool,
 ) -> HostBackend:
     """Return a process set's backend, over windows and links if possible; collective over the set.
 
@@ -147,7 +149,9 @@ def make_backend(
     opened: HostsFabric | NoLinks | Segment | NoWindow | None = None
     if open_window is not None and several and links is not None:
         chunk = pieces.chunk_size
-        opened = open_hosts_fabric(fabric, ranks, hosts, open_window, links, agreement, chunk, largest_chunk)
+        opened = open_hosts_fabric(
+            fabric, ranks, hosts, open_window, links, chunk, largest_chunk, agreement=agreement
+        )
     elif open_window is not None and not several:
         opened = open_window(fabric, area_bytes(largest_chunk))
     if isinstance(opened, HostsFabric):

@@ -119,7 +119,7 @@ def _name(code: CodeType) -> str:
     return _cut(code.co_qualname.rpartition("<locals>.")[2])
 
 
-def _cut(text: str, keep_end: bool = False) -> str:
+def _cut(text: str, *, keep_end: bool = False) -> str:
     if not text.isascii():
         text = sendable(text)
     if len(text) <= MAX_TEXT:

@@ -108,11 +108,11 @@ def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> Vi
     name = library_name(tensor)
     if name == "torch" and type(tensor) is not (torch := sys.modules["torch"]).Tensor:
         with torch._C.DisableTorchFunctionSubclass():  # its class may change what functions do
-            return _adopt(name, tensor, writing, any_layout)
-    return _adopt(name, tensor, writing, any_layout)
+            return _adopt(name, tensor, writing=writing, any_layout=any_layout)
+    return _adopt(name, tensor, writing=writing, any_layout=any_layout)
 
 
-def _adopt(name: str, tensor: Any, writing: bool, any_layout: bool) -> View:
+def _adopt(name: str, tensor: Any, *, writing: bool, any_layout: bool) -> View:
     library = _library_of(name, tensor)
     if library is not None:
         return library.adopt(tensor, writing=writing)

@@ -41,7 +41,7 @@ class ForeignLibrary:
                 " underscore"
             )
         if not hasattr(tensor, "__dlpack__"):
-            return _adopt_interface(tensor, writing)
+            return _adopt_interface(tensor, writing=writing)
         interface = getattr(tensor, "__cuda_array_interface__", None) if writing else None
         if interface is not None:
             _refuse_read_only(interface)
@@ -66,7 +66,7 @@ def _refuse_read_only(interface: dict[str, Any]) -> None:
         raise ValueError("an in-place operation needs a writable array, and this one is read-only")
 
 
-def _adopt_interface(tensor: Any, writing: bool) -> DeviceView:
+def _adopt_interface(tensor: Any, *, writing: bool) -> DeviceView:
     interface = tensor.__cuda_array_interface__
     if interface.get("mask") is not None:
         raise TypeError("cannot take a masked array, as its mask would be lost: pass its data")

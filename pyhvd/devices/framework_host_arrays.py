@@ -50,13 +50,13 @@ class FrameworkLibrary:
             if not isinstance(found, TensorView):
                 raise TypeError("this variable of Keras is on a GPU: pass variable.value")
             return found
-        if why := _why_not(tensor, root, writing):
+        if why := _why_not(tensor, root, writing=writing):
             raise TypeError(why)
         results = _Results(_to_tensorflow if root == "tensorflow" else _to_jax)
         return replace(view(np.asarray(tensor)), home=None, library=results)
 
 
-def _why_not(tensor: Any, root: str, writing: bool) -> str:
+def _why_not(tensor: Any, root: str, *, writing: bool) -> str:
     """Return why an array cannot be taken, and the remedy; empty if it can."""
     kind = type(tensor).__name__
     if root == "tensorflow" and kind == "IndexedSlices":

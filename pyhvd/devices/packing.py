@@ -15,7 +15,7 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
 from pyhvd.devices.base import Device, Event, Memory, Stream
-from pyhvd.devices.pack_plan import ALIGNMENT, Words, make_tiles
+from pyhvd.devices.pack_plan import ALIGNMENT, Tiles, Words, make_tiles
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 
 Argument = np.uint64 | np.int64 | np.float64
@@ -69,7 +69,8 @@ class KernelPacker:
         stream: Stream,
     ) -> None:
         low, high = _identity(wire, op) if not sources.all() else (np.uint64(0), np.uint64(0))
-        self._launch("pack", buffer, offsets, sources, counts, code, wire, factor, (low, high), stream)
+        names, tiles = kernel_types(code, wire, factor), _tiles(offsets, sources, counts, wire)
+        self._launch("pack", names, buffer, tiles, (low, high, np.float64(factor)), stream)
 
     def unpack(
         self,
@@ -82,25 +83,19 @@ class KernelPacker:
         factor: float,
         stream: Stream,
     ) -> None:
-        self._launch("unpack", buffer, offsets, targets, counts, code, wire, factor, (), stream)
+        names, tiles = kernel_types(code, wire, factor), _tiles(offsets, targets, counts, wire)
+        self._launch("unpack", names, buffer, tiles, (np.float64(factor),), stream)
 
     def _launch(
         self,
         verb: str,
+        names: tuple[str, str],
         buffer: int,
-        offsets: Words,
-        addresses: Words,
-        counts: Words,
-        code: Code,
-        wire: Code,
-        factor: float,
-        identity: tuple[Argument, ...],
+        tiles: Tiles,
+        last: tuple[Argument, ...],
         stream: Stream,
     ) -> None:
-        names = kernel_types(code, wire, factor)
-        parts = 2 if wire in _REAL else 1  # complex numbers are pairs of reals
-        itemsize = BY_CODE[wire].itemsize // parts
-        tiles = make_tiles(offsets * parts, addresses, counts * parts, itemsize)
+        """Launch a kernel for types of these names; its last arguments are `last`."""
         if not tiles.blocks:
             return
         device = self._device
@@ -111,7 +106,7 @@ class KernelPacker:
             device.copy(table.on_device.ptr, address(table.pinned), len(tiles.table), stream)
             where = buffer + tiles.skipped, table.on_device.ptr, table.on_device.ptr + tiles.firsts
             pointers = map(np.uint64, where)
-            arguments = (*pointers, np.int64(tiles.vectors), *identity, np.float64(factor))
+            arguments = (*pointers, np.int64(tiles.vectors), *last)
             launch(f"pyhvd_{verb}_{tiles.suffix}", tiles.blocks, arguments, stream)
             device.record(table.done, stream)
 
@@ -130,6 +125,11 @@ class KernelPacker:
         pinned = self._device.allocate_pinned(room)
         tables.append(_Table(pinned, self._device.allocate(room, stream), self._device.make_event()))
         return tables[-1]
+
+
+def _tiles(offsets: Words, addresses: Words, counts: Words, wire: Code) -> Tiles:
+    parts = 2 if wire in _REAL else 1  # complex numbers are pairs of reals
+    return make_tiles(offsets * parts, addresses, counts * parts, BY_CODE[wire].itemsize // parts)
 
 
 def kernel_types(code: Code, wire: Code, factor: float) -> tuple[str, str]:

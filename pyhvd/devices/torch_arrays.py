@@ -26,7 +26,7 @@ class TorchLibrary:
         return isinstance(tensor, torch.Tensor) and tensor.is_cuda
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        check(tensor, writing)
+        check(tensor, writing=writing)
         info = named(str(tensor.dtype).removeprefix("torch."))
         mine = tensor.detach()
         plain = mine.resolve_conj().resolve_neg().contiguous()

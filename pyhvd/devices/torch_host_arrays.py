@@ -27,7 +27,7 @@ class TorchHostLibrary:
             raise TypeError(f"expected a tensor, not {type(tensor).__module__}.{type(tensor).__qualname__}")
         if why := _why_not_here(tensor):
             raise TypeError(why)
-        check(tensor, writing)
+        check(tensor, writing=writing)
         mine = tensor.detach()
         plain = mine.resolve_conj().resolve_neg()
         layout = layout_of(plain.shape, plain.stride()) if any_layout else ""

@@ -21,7 +21,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5):
     note_changes = torch._C._increment_version
 
 
-def check(tensor: Any, writing: bool) -> None:
+def check(tensor: Any, *, writing: bool) -> None:
     """Raise an error if a tensor cannot be sent, or with ``writing`` not be changed; then it is changed."""
     if why := why_no_memory(tensor):
         raise TypeError(why)

@@ -51,7 +51,7 @@ class Agreement(NamedTuple):
     samples: list[int]
 
 
-def agree(number: int, shall_leave: bool, recorded: Sequence[int], trouble: Exception | None) -> Agreement:
+def agree(number: int, recorded: Sequence[int], trouble: Exception | None, *, shall_leave: bool) -> Agreement:
     """Agree that every rank can make the commit of this number.
 
     Parameters
@@ -84,7 +84,7 @@ def agree(number: int, shall_leave: bool, recorded: Sequence[int], trouble: Exce
     return Agreement(bool(found[2]), sums[0] if sums else [])
 
 
-def any_rank(flag: bool) -> bool:
+def any_rank(*, flag: bool) -> bool:
     """Return whether the flag is set on any rank."""
     found = allreduce_async(np.array([flag], np.int64), name=f"{NAME}hosts", op=Max).result()
     return bool(found[0])

@@ -60,12 +60,16 @@ class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
             has_no_gaps = obj.flags.c_contiguous
             axes, lying = (None, obj) if has_no_gaps else _lying(obj, obj.strides, obj.transpose)
             address = lying.__array_interface__["data"][0]  # faster than ctypes.data
-            number = self._number(obj, lying, has_no_gaps or lying.flags.c_contiguous, address, "cpu")
+            number = self._number(
+                obj, lying, address, "cpu", has_no_gaps=has_no_gaps or lying.flags.c_contiguous
+            )
             return "array", obj.dtype, lying.shape, axes, number
         if self._torch is not None and _is_plain_tensor(self._torch, obj):
             flat = obj.detach().resolve_conj().resolve_neg()
             axes, lying = _lying(flat, flat.stride(), flat.permute)
-            number = self._number(obj, lying, lying.is_contiguous(), lying.data_ptr(), str(obj.device))
+            number = self._number(
+                obj, lying, lying.data_ptr(), str(obj.device), has_no_gaps=lying.is_contiguous()
+            )
             needs_grad = obj.requires_grad and obj.is_leaf
             dtype = str(obj.dtype).removeprefix("torch.")
             kind = "parameter" if isinstance(obj, self._torch.nn.Parameter) else "tensor"
@@ -81,7 +85,7 @@ class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented
         return super().reducer_override(obj)
 
-    def _number(self, obj: Any, lying: Any, has_no_gaps: bool, address: int, device: str) -> int:
+    def _number(self, obj: Any, lying: Any, address: int, device: str, *, has_no_gaps: bool) -> int:
         """Return the place of an array's bytes in the list."""
         key = (address, lying.nbytes, device) if has_no_gaps and lying.nbytes else id(obj)
         if key not in self._numbers:
@@ -100,7 +104,7 @@ class _StateUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if pid not in self._loaded:
-            self._loaded[pid] = self._array(*pid[1:]) if pid[0] == "array" else self._tensor(*pid)
+            self._loaded[pid] = self._array(*pid[1:]) if pid[0] == "array" else self._tensor(pid)
         return self._loaded[pid]
 
     def find_class(self, module: str, name: str) -> Any:
@@ -119,11 +123,10 @@ class _StateUnpickler(pickle.Unpickler):
         made = self._copy(number).view(dtype).reshape(shape)
         return made.transpose(np.argsort(axes)) if axes else made
 
-    def _tensor(
-        self, kind: str, dtype: str, shape: Any, axes: Any, device: str, needs_grad: bool, number: int
-    ) -> Any:
+    def _tensor(self, pid: tuple[Any, ...]) -> Any:
         import torch
 
+        kind, dtype, shape, axes, device, needs_grad, number = pid
         flat = torch.from_numpy(self._copy(number))
         if device != "cpu" and (device != "cuda" or torch.cuda.is_available()):
             if (number, device) not in self._copies:

@@ -49,7 +49,13 @@ class ElasticSampler:
         The indices, of all ranks, that were left then; without padding. Made anew at each access.
     """
 
-    def __init__(self, dataset: Sized | int, shuffle: bool = True, seed: int = 0, pad: bool = True) -> None:
+    def __init__(
+        self,
+        dataset: Sized | int,
+        shuffle: bool = True,  # noqa: FBT001, FBT002 - Horovod's
+        seed: int = 0,
+        pad: bool = True,  # noqa: FBT001, FBT002 - public
+    ) -> None:
         self._length = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
         if self._length < 0:
             raise ValueError(f"dataset={dataset!r}: expected a dataset, or a length of 0 or more")

@@ -129,7 +129,7 @@ class State:
                 sampler.load_state_dict(sampler.state_dict())
         self._keep()
 
-    def commit(self, durable: bool = False) -> None:
+    def commit(self, durable: bool = False) -> None:  # noqa: FBT001, FBT002 - public
         """Keep the state for all ranks to go on from, and make room if hosts have changed.
 
         Every rank must call it after the same step, and all ranks have the same state then. Each host keeps
@@ -182,7 +182,7 @@ class State:
             See :meth:`commit`, whose other errors may come too.
         """
         session = self._session("check_host_updates")
-        if session is not None and exchange.any_rank(session.shall_leave):
+        if session is not None and exchange.any_rank(flag=session.shall_leave):
             self._commit(session)
             raise HostsUpdatedInterrupt
 
@@ -240,7 +240,7 @@ class State:
             except Exception as exc:
                 trouble = exc
         recorded = [each.take_recorded() for each in samplers]
-        agreement = exchange.agree(number, session.shall_leave, recorded, trouble)
+        agreement = exchange.agree(number, recorded, trouble, shall_leave=session.shall_leave)
         for sampler, count in zip(samplers, agreement.samples, strict=True):
             sampler.add_recorded(count)
         counts[:] = self._counts()  # `arrays` has its memory

@@ -205,7 +205,7 @@ class Tuner:
             self._log.kept(kept)
 
 
-def make_tuner(config: Config, size: int, windowed: bool, log: SampleLog | None) -> Tuner | None:
+def make_tuner(config: Config, size: int, log: SampleLog | None, *, windowed: bool) -> Tuner | None:
     """Return rank 0's tuner, or None if there is nothing to tune.
 
     Parameters

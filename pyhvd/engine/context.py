@@ -209,7 +209,7 @@ class Context:
         tuner = None
         if config.autotune and rank == 0:
             windowed = isinstance(backends[GLOBAL_SET], ShmBackend)
-            tuner = make_tuner(config, self.topology.size, windowed, log)
+            tuner = make_tuner(config, self.topology.size, log, windowed=windowed)
         holder = current_holder()  # callbacks of handles use this rank's context too
         threads = None if holder is process_holder else (threading.get_ident(),)
         return Runtime(
@@ -238,7 +238,7 @@ class Context:
     def _make_meter(self, between: HostMeter, lateness: StragglerStats | None) -> Meter:
         topology, timed = self.topology, self.config.metrics_timed
         number = None if self._generation is None else self._generation.number
-        return Meter(topology.rank, topology.size, timed, self.fast_path, lateness, between, number)
+        return Meter(topology.rank, topology.size, self.fast_path, lateness, between, number, timed=timed)
 
     def _backend_maker(
         self, recorder: Recorder, between: HostMeter
@@ -260,7 +260,9 @@ class Context:
         def make(fabric: Fabric, ranks: Ranks) -> HostBackend:
             hosts = [topology.hosts[each] for each in ranks]
             agreement = len(ranks) == topology.size
-            backend = make_backend(fabric, ranks, hosts, open_window, links, agreement, pieces, largest)
+            backend = make_backend(
+                fabric, ranks, hosts, open_window, links, pieces, largest, agreement=agreement
+            )
             recorder.watch(backend)
             between.watch(backend.fabric)
             return backend

@@ -18,7 +18,6 @@ from pyhvd.arrays import Bytes, TensorView
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend, rows_of
 from pyhvd.backends.shm import ShmBackend
-from pyhvd.common.processes import ProcessPlace
 from pyhvd.config import Config
 from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import BY_CODE
@@ -35,6 +34,7 @@ from pyhvd.transport.fabric import Fabric
 
 if TYPE_CHECKING:
     from pyhvd.engine.fast_path import FastPathAdapter
+    from pyhvd.observe.hang_reporter import RankLocations
 
 Views = Sequence[TensorView | None]
 
@@ -44,8 +44,8 @@ class Executor:
 
     Parameters
     ----------
-    rank : int
-        This rank's global number.
+    where : RankLocations
+        Where this rank and the others are.
     queue : TensorQueue
         Submitted tensors that wait for agreement.
     backends : dict of int to HostBackend
@@ -56,8 +56,6 @@ class Executor:
         Returns the backend of a new set, from its fabric; collective over the set.
     meter : Meter
         Counts the responses.
-    places : sequence of ProcessPlace
-        Location of every rank.
     fast_path : FastPathAdapter or None
         Learns of added and removed sets.
     hooks : Instruments
@@ -68,34 +66,32 @@ class Executor:
 
     def __init__(
         self,
-        rank: int,
+        where: RankLocations,
         queue: TensorQueue,
         backends: dict[int, HostBackend],
         sets: dict[int, tuple[int, ...]],
         make_backend: Callable[[Fabric, tuple[int, ...]], HostBackend],
         meter: Meter,
-        places: Sequence[ProcessPlace],
         fast_path: FastPathAdapter | None,
         hooks: Instruments,
         config: Config,
     ) -> None:
         self._hooks = hooks
         self._checker = make_checker(config)
-        self._rank = rank
+        self._rank, self._places = where.rank, where.places
         self._meter = meter
         self._queue = queue
         self._backends = backends
         self._sets = sets
         self._make_backend = make_backend
-        self._places = places
         self._fast_path = fast_path
         self._pieces: Pieces | None = None
         # For the watchdog: the entries of the running batch, and the number of ended batches.
         self.running: Entries = []
         self.ended = 0
         self._devices = DeviceExecutor(
-            rank,
-            places,
+            where.rank,
+            where.places,
             backends,
             sets,
             hooks,

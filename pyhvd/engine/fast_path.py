@@ -194,7 +194,7 @@ class FastPathAdapter:
         self._fast_path.close_set(set_id)
         return left
 
-    def close(self, stuck: bool = False) -> list[TensorEntry]:
+    def close(self, *, stuck: bool = False) -> list[TensorEntry]:
         """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
         self._fast_path.end(stuck or self._entered)
         self._fast_path.leave_hosts()
@@ -229,7 +229,7 @@ class FastPathAdapter:
                         self._fast_path.freeze(set_id, slot)
         return first + fresh
 
-    def forget(self, keep: bool = False) -> None:
+    def forget(self, *, keep: bool = False) -> None:
         """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
         self._fast_path.forget(keep=keep)
 
@@ -343,7 +343,7 @@ class FastPathAdapter:
             if (call := self._fast_path.find(set_id, name)) is not None:
                 self._convert(call)
 
-    def _convert(self, call: CachedCall, known: bool = True) -> None:
+    def _convert(self, call: CachedCall, *, known: bool = True) -> None:
         """Move a call from the fast path to the queue; ``known``: the coordinator knows of its marks."""
         marked, entries = self._entries(call)
         self._queue.adopt(entries)

@@ -49,7 +49,7 @@ def allocate(
             outputs.append(make(response, entry, shape))
     except (MemoryError, ValueError) as exc:
         failure = exc
-    failed = backend.agree(failure is None) if backend.size > 1 else [0] * (failure is not None)
+    failed = backend.agree(ok=failure is None) if backend.size > 1 else [0] * (failure is not None)
     if not failed:
         return outputs
     ranks = describe_ranks([members[i] for i in failed])

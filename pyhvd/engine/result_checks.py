@@ -259,14 +259,15 @@ def _difference(
     dtype = BY_CODE[response.request.dtype].name
     return CorruptionError(
         f"{_name(response)}: the ranks do not have the same result. They differ first in element"
-        f" {where.element} of {where.count} ({dtype}): {describe_values(values)}. {_meaning(ranks, sure)}",
+        f" {where.element} of {where.count} ({dtype}): {describe_values(values)}."
+        f" {_meaning(ranks, sure=sure)}",
         response.request.name,
         ranks,
         values,
     )
 
 
-def _meaning(ranks: Sequence[int], sure: bool) -> str:
+def _meaning(ranks: Sequence[int], *, sure: bool) -> str:
     """Return the text of likely causes and remedies."""
     who = describe_ranks(ranks)
     lead = f"Most ranks agree against {who}" if sure else f"One of {who} is wrong, and there is no majority"

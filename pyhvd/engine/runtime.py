@@ -144,7 +144,7 @@ class Runtime:
         coordinator = None if rank else Coordinator(size, config.cache_capacity, sets, fast_path)
         self.meter = parts.make_meter(None if coordinator is None else coordinator.stragglers)
         self._hangs = make_reporter(
-            config, self._where, control.send, coordinator, fast_path is not None, self.meter
+            config, self._where, control.send, coordinator, self.meter, unannounced=fast_path is not None
         )
         self._rounds = None if coordinator is None else RoundKeeper(coordinator, self._where, control.send)
         self._node = Node(
@@ -155,8 +155,8 @@ class Runtime:
         if parts.make_adapter is not None:
             self._fast_path = parts.make_adapter(worker, self.queue, self.meter)
         self._executor = Executor(
-            rank, self.queue, backends, worker.sets, make_backend, self.meter, self._where.places,
-            self._fast_path, self._hooks, config,
+            self._where, self.queue, backends, worker.sets, make_backend, self.meter, self._fast_path,
+            self._hooks, config,
         )  # fmt: skip
         self._recorder.members = worker.sets
         self._shutdown_barrier = ShutdownBarrier(control)
@@ -369,7 +369,7 @@ class Runtime:
             self._recorder.follow(responses.timeline, self._executor.fabric)
 
     def _plan(self, todo: Sequence[Response]) -> list[list[Response]]:
-        return plan(todo, self.tuning.fusion_threshold, self._config.disable_group_fusion)
+        return plan(todo, self.tuning.fusion_threshold, groups_alone=self._config.disable_group_fusion)
 
     def _tune(self, tuning: Tuning) -> None:
         """Change the knobs, at the same place in the order of responses on every rank.
@@ -487,7 +487,7 @@ class Runtime:
         """Fail all tensors in flight. ``stuck``: the thread may still complete some; the first end counts."""
         left = [*(self._executor.running if stuck else ()), *self.queue.close(error)]
         if self._fast_path is not None:
-            left += self._fast_path.close(stuck)
+            left += self._fast_path.close(stuck=stuck)
         for entry in left:
             if entry is not None:
                 entry.done(None, error)

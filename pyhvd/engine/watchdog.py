@@ -57,7 +57,7 @@ class ProgressTimer:
     _since: float = 0.0
     _waiting: bool = False
 
-    def look(self, waiting: bool, progress: Hashable, now: float) -> float:
+    def look(self, progress: Hashable, now: float, *, waiting: bool) -> float:
         """Return the time (s) without progress, from whether something is in flight, and a position."""
         self._since += max(now - self._last - self.longest, 0.0)
         self._last = now
@@ -123,7 +123,8 @@ class Watch:
         warned = 0.0
         while not self._over.wait(pause):
             now = time.monotonic()
-            passed = timer.look(*self._look(), now)
+            waiting, progress = self._look()
+            passed = timer.look(progress, now, waiting=waiting)
             if passed < min(limits):
                 warned = 0.0
             elif self._end_after and passed >= self._end_after:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pyhvd.job.messages import Beat, FromAgent, FromDriver, Member, decode_from_agent, encode
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, listen
@@ -54,11 +55,16 @@ class Peer:
             self.connection.send(encode(message))
 
 
+class OnLost(Protocol):
+    """Called before an agent is disconnected; `waited`: it took `silent_s` to see the loss."""
+
+    def __call__(self, peer: Peer, why: str, *, waited: bool) -> None: ...
+
+
 class ConnectionServer:
     """Serves the connections of one job, in the thread that calls :meth:`turn`.
 
-    It calls `on_message` with a peer and each of its messages. Before it disconnects an agent, it calls
-    `on_lost` with the peer, the reason, and whether it took `silent_s` to see.
+    It calls `on_message` with a peer and each of its messages, and `on_lost` before it disconnects an agent.
 
     Attributes
     ----------
@@ -74,7 +80,7 @@ class ConnectionServer:
         hosts: Sequence[str],
         size: int,
         on_message: Callable[[Peer, FromAgent], None],
-        on_lost: Callable[[Peer, str, bool], None],
+        on_lost: OnLost,
         gone: str = "its agent is gone",
     ) -> None:
         self.peers: list[Peer] = []
@@ -190,10 +196,10 @@ class ConnectionServer:
             why = "its host is frozen, cut off or without power"
             self.drop(peer, f"has been silent for {self.silent_s:g} s: {why}", waited=True)
 
-    def drop(self, peer: Peer, why: str, waited: bool = False) -> None:
+    def drop(self, peer: Peer, why: str, *, waited: bool = False) -> None:
         """Disconnect a peer, and tell its loss."""
         if peer.member is not None or peer.adopted:
-            self._on_lost(peer, why, waited)
+            self._on_lost(peer, why, waited=waited)
         self.selector.unregister(peer.connection)
         peer.connection.close()
         self.peers.remove(peer)

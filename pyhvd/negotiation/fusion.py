@@ -36,7 +36,9 @@ def response_bytes(response: Response) -> int:
     return count * BY_CODE[request.dtype].itemsize
 
 
-def plan(responses: Sequence[Response], threshold: int, groups_alone: bool = False) -> list[list[Response]]:
+def plan(
+    responses: Sequence[Response], threshold: int, *, groups_alone: bool = False
+) -> list[list[Response]]:
     """Return the batches of responses, in the order in which every rank runs them.
 
     Parameters
@@ -57,20 +59,22 @@ def plan(responses: Sequence[Response], threshold: int, groups_alone: bool = Fal
         elif response.request.type in _TENSORS:
             stretches.setdefault(response.process_set, []).append((place, response))
         else:
-            batches += _plan_stretch(stretches.pop(response.process_set, []), threshold, groups_alone)
+            batches += _plan_stretch(
+                stretches.pop(response.process_set, []), threshold, groups_alone=groups_alone
+            )
             batches.append((place, [response]))
     for stretch in stretches.values():
-        batches += _plan_stretch(stretch, threshold, groups_alone)
+        batches += _plan_stretch(stretch, threshold, groups_alone=groups_alone)
     return [batch for _, batch in sorted(batches, key=lambda each: each[0])]
 
 
 def _plan_stretch(
-    numbered: list[tuple[int, Response]], threshold: int, groups_alone: bool
+    numbered: list[tuple[int, Response]], threshold: int, *, groups_alone: bool
 ) -> list[tuple[int, list[Response]]]:
     batches: list[tuple[int, list[Response]]] = []
     stretch = [response for _, response in numbered]
     sizes = [response_bytes(response) for response in stretch]
-    kinds = [_kind(response, groups_alone) for response in stretch]
+    kinds = [_kind(response, groups_alone=groups_alone) for response in stretch]
     taken = [False] * len(stretch)
     for first, response in enumerate(stretch):
         if taken[first]:
@@ -94,7 +98,7 @@ def _plan_stretch(
     return batches
 
 
-def _kind(response: Response, groups_alone: bool) -> tuple[object, ...]:
+def _kind(response: Response, *, groups_alone: bool) -> tuple[object, ...]:
     r = response.request
     alone = r.group if groups_alone else ""
     scales = (r.prescale, r.postscale)

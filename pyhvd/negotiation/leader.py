@@ -74,7 +74,7 @@ class _Draft:
     sites: list[str] = field(default_factory=list)
     stop: ErrorInfo | None = None
 
-    def takes(self, ranks: int, last: int, seen: int, bits: bool) -> bool:
+    def takes(self, ranks: int, last: int, seen: int, *, bits: bool) -> bool:
         """Return whether the next item fits in: bits come before requests, and a stop is last."""
         same = (self.ranks, self.last, self.seen) == (ranks, last, seen)
         return same and self.stop is None and not (bits and self.requests)
@@ -226,7 +226,7 @@ class Leader:
             held = {item.ranks: 0} if item.hits is None else item.hits.by_ranks
             for ranks, slots in held.items():
                 last = item.last if ranks >> item.last & 1 else lowest_bit(ranks)
-                if draft is None or not draft.takes(ranks, last, item.seen, bool(slots)):
+                if draft is None or not draft.takes(ranks, last, item.seen, bits=bool(slots)):
                     if draft is not None:
                         yield draft
                     draft = _Draft(ranks, last, item.seen)

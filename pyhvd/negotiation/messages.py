@@ -135,10 +135,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 def _reduce_spec(dtype: int, op: int, prescale: float, postscale: float, size: int) -> ReduceSpec:
     if op != ReduceOp.AVERAGE:
         return ReduceSpec(BY_CODE[dtype], ReduceOp(op), prescale, postscale)
-    return ReduceSpec(BY_CODE[dtype], ReduceOp.SUM, prescale, _quotient(postscale, size, dtype in INTEGERS))
+    return ReduceSpec(
+        BY_CODE[dtype], ReduceOp.SUM, prescale, _quotient(postscale, size, exact=dtype in INTEGERS)
+    )
 
 
-def _quotient(postscale: float, size: int, exact: bool) -> float:
+def _quotient(postscale: float, size: int, *, exact: bool) -> float:
     """Return postscale / size; with ``exact`` the result is never rounded towards zero.
 
     Integers are truncated after the multiplication. If 1/49 were rounded down, the average of 49 ones would

@@ -194,7 +194,7 @@ class _StallReport:
             f" {_done(tensors)} by {by} (waiting for {oldest:.0f} s)"
         )
 
-    def _ranks(self, ranks: int, with_hosts: bool = False) -> str:
+    def _ranks(self, ranks: int, *, with_hosts: bool = False) -> str:
         """Return the text of a bit vector of ranks; of many ranks with their hosts, if asked for."""
         key = ranks, with_hosts
         if key not in self._texts:

@@ -99,7 +99,7 @@ class HangReporter:
         where: RankLocations,
         send: Send,
         pending: Callable[[float], list[Stalled]],
-        count: Callable[[int, bool], None],
+        count: Callable[[int, int], None],
         warn: Callable[[str], object] = _log_warning,
     ) -> None:
         self._inspector = inspector
@@ -126,7 +126,7 @@ class HangReporter:
         if self._inquiry is None:
             pending = self._waiting(now)
             finding = self._inspector.look(pending, now)
-            self._count(self._inspector.overdue(pending, now), False)
+            self._count(self._inspector.overdue(pending, now), 0)
             self.due = self._inspector.next_look
             if finding is None:
                 # A tensor that starts to wait is announced by a message, or has to be looked for.
@@ -177,7 +177,7 @@ class HangReporter:
         if finding.ends_job:
             return error_of(finding, answers, places, now)
         self._warn(warning_of(finding, answers, places, now))
-        self._count(len(finding.stalled), True)
+        self._count(len(finding.stalled), 1)
         return None
 
 
@@ -200,13 +200,14 @@ def make_reporter(
     where: RankLocations,
     send: Send,
     coordinator: Coordinator | None,
-    unannounced: bool,
     meter: Meter,
+    *,
+    unannounced: bool,
 ) -> HangReporter | None:
     """Return rank 0's reporter, or None if it is off; ``unannounced``: as for StallInspector."""
     if coordinator is None or config.stall_check_disable or not config.stall_check_time_seconds:
         return None
     inspector = StallInspector(
-        config.stall_check_time_seconds, config.stall_shutdown_time_seconds, unannounced
+        config.stall_check_time_seconds, config.stall_shutdown_time_seconds, unannounced=unannounced
     )
     return HangReporter(inspector, where, send, coordinator.stalled, meter.stalled)

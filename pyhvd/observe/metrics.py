@@ -235,11 +235,12 @@ class Meter:
         self,
         rank: int,
         size: int,
-        timed: bool,
         fast: FastPath | None = None,
         lateness: StragglerStats | None = None,
         hosts: HostMeter | None = None,
         generation: int | None = None,
+        *,
+        timed: bool,
     ) -> None:
         self._generation = generation
         self._hosts = hosts
@@ -331,11 +332,11 @@ class Meter:
         with self._lock:
             self._errors[kind] += 1
 
-    def stalled(self, tensors: int, warned: bool = False) -> None:
-        """Note the number of overdue tensors, and whether a report was just logged."""
+    def stalled(self, tensors: int, reports: int = 0) -> None:
+        """Note the number of overdue tensors, and how many reports were just logged."""
         with self._lock:
             self._stalled = tensors
-            self._stall_warnings += warned
+            self._stall_warnings += reports
 
     def _timed_since(self, name: str, began: int) -> None:
         if began and (now := self.clock()):

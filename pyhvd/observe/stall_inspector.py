@@ -79,7 +79,7 @@ class StallInspector:
         How late (s) a look may come before that means something: half of the warning time.
     """
 
-    def __init__(self, warn_after: float, end_after: float, unannounced: bool = False) -> None:
+    def __init__(self, warn_after: float, end_after: float, *, unannounced: bool = False) -> None:
         self.unannounced = unannounced
         self._warn_after = warn_after
         self._end_after = end_after

@@ -126,7 +126,7 @@ class Timeline(Instrument):
         self._failed = False
         self._due = 0.0
         self._origin = read_clock()
-        self._rows = Rows(self._origin, order.mark_cycles)
+        self._rows = Rows(self._origin, mark_cycles=order.mark_cycles)
         args = {"format": FORMAT, "job": order.job, "rank": rank, "size": size, "host": platform.node()}
         args |= {"process": os.getpid(), "origin_ns": self._origin, "generation": generation}
         self._head: list[Event] = [metadata(HEADER, args)]
@@ -220,7 +220,7 @@ class Timeline(Instrument):
             else:
                 self._append(end, rows.phase, _STAGES[kind], begin, end)
 
-    def _tensors(self, set_id: int, slot: int, alone: bool) -> list[Tensor]:
+    def _tensors(self, set_id: int, slot: int, *, alone: bool) -> list[Tensor]:
         """Return the tensors of the call that a slot belongs to, or with ``alone`` the slot's tensor."""
         requests = self._fast_path.requests(set_id, slot, alone) if self._fast_path is not None else []
         return [(set_id, request) for request in requests]

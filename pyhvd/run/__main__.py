@@ -27,7 +27,7 @@ def main() -> int:
     if options.check_build:
         from pyhvd.run.check_build import check_build
 
-        return check_build(options.verbose) if rank_env is None or rank_env.rank == 0 else 0
+        return check_build(verbose=options.verbose) if rank_env is None or rank_env.rank == 0 else 0
     if rank_env is None:
         try:
             return _launch(options)

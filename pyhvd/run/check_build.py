@@ -109,7 +109,7 @@ def alone(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_build(
-    mpi: MpiFacts, cuda: CudaFacts, versions: Mapping[str, str], verbose: bool, horovod: HorovodName
+    mpi: MpiFacts, cuda: CudaFacts, versions: Mapping[str, str], horovod: HorovodName, *, verbose: bool
 ) -> str:
     """Return Horovod's three lists, and what was found of MPI and under its name; `verbose` adds reasons.
 
@@ -156,10 +156,10 @@ def describe_build(
     return "\n".join([*lines, *([f"    error: {horovod.remedy}"] if horovod.remedy else [])])
 
 
-def check_build(verbose: bool) -> int:
+def check_build(*, verbose: bool) -> int:
     """Print what pyhvd can use; return 0, as Horovod does."""
     versions = {name: version_of(name) for name in ("numpy", "torch")}
-    print(describe_build(probe_mpi(), probe_cuda(), versions, verbose, find_horovod()))
+    print(describe_build(probe_mpi(), probe_cuda(), versions, find_horovod(), verbose=verbose))
     return 0
 
 

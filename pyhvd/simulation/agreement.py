@@ -182,7 +182,7 @@ class CoordinatorTable:
         Whether there are several hosts.
     """
 
-    def __init__(self, table: HostTable, slots: int, partial: bool) -> None:
+    def __init__(self, table: HostTable, slots: int, *, partial: bool) -> None:
         self.slots = slots
         self.partial = partial
         self._table = table

@@ -69,9 +69,9 @@ def simulate(
     ValueError
         A number is not positive, or a fault names a host or rank that does not exist.
     """
-    world, launcher, happened = assemble(
-        hosts, local_ranks, program, network, faults, seed, machine, config, elastic, hang_reports, cpu
-    )
+    _check(hosts, local_ranks, faults)
+    world = assemble(hosts, local_ranks, program, network, seed, machine, config, cpu)
+    launcher, happened = add_launcher(world, faults, seed, elastic=elastic, hang_reports=hang_reports)
     with _without_collections():
         world.run(until)
     return report_on(world, launcher, happened, faults)
@@ -82,18 +82,14 @@ def assemble(
     local_ranks: int,
     program: Program,
     network: Network | None = None,
-    faults: Sequence[Fault] = (),
     seed: int = 0,
     machine: Machine | None = None,
     config: Config | None = None,
-    elastic: bool = False,
-    hang_reports: bool = False,
     cpu: float | None = None,
-) -> tuple[SimulatedWorld, Launcher, Faults]:
-    """Return the parts of a simulated job that has not begun; see :func:`simulate`."""
-    _check(hosts, local_ranks, faults)
+) -> SimulatedWorld:
+    """Return the ranks of a simulated job that has not begun; see :func:`simulate`."""
     network, machine, knobs = network or Network(), machine or Machine(), config or Config()
-    world = SimulatedWorld(
+    return SimulatedWorld(
         hosts,
         local_ranks,
         program,
@@ -104,10 +100,21 @@ def assemble(
         seed,
         knobs,
     )
+
+
+def add_launcher(
+    world: SimulatedWorld,
+    faults: Sequence[Fault],
+    seed: int,
+    *,
+    elastic: bool = False,
+    hang_reports: bool = False,
+) -> tuple[Launcher, Faults]:
+    """Give a simulated job its launcher, its faults and rank 0's hang reports; see :func:`simulate`."""
     if hang_reports:
-        Stalls(world, knobs.stall_check_time_seconds, knobs.stall_shutdown_time_seconds)
+        Stalls(world, world.knobs.stall_check_time_seconds, world.knobs.stall_shutdown_time_seconds)
     launcher = (ElasticLauncher if elastic else Launcher)(world)
-    return world, launcher, Faults(world, launcher, faults, seed)
+    return launcher, Faults(world, launcher, faults, seed)
 
 
 def _check(hosts: int, local_ranks: int, faults: Sequence[Fault]) -> None:

@@ -375,7 +375,7 @@ class _SimulatedLinks(_Work):
         copied = 2 * self.n if self.local > 1 else self.n / self.p
         yield [self._moved(block, 2 * self.others, block * self.others, copied)]
 
-    def _moved(self, lane: float, lanes: int, wire: float, copied: float, both: bool = True) -> _Chunks:
+    def _moved(self, lane: float, lanes: int, wire: float, copied: float, *, both: bool = True) -> _Chunks:
         """Return a move.
 
         Parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyhvd.job.process.exit_report import SECONDARY, SIGNAL, ExitReport
@@ -109,7 +110,7 @@ class Faults:
 
     def _tell_launcher(self, fault: HostLost) -> None:
         self.noticed.append((self._world.clock.now, fault.host))
-        self._launcher.process.call(self._launcher.lose_agent, fault.host, fault.silent)
+        self._launcher.process.call(partial(self._launcher.lose_agent, fault.host, waited=fault.silent))
 
     def _kill(self, fault: RankKilled) -> None:
         world, host = self._world, self._world.host_of(fault.rank)

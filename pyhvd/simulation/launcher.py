@@ -84,7 +84,7 @@ class Launcher:
         """Let a host's agent send a rank's report."""
         self._from_agent(host, self._hear, report)
 
-    def lose_agent(self, host: int, waited: bool) -> None:
+    def lose_agent(self, host: int, *, waited: bool) -> None:
         """Note that an agent is gone, or with `waited` silent; as a task of the process."""
         if not self.error:
             why = f"has been silent for {self.silent_s:g} s" if waited else "is lost: its agent is gone"
@@ -173,11 +173,11 @@ class ElasticLauncher(Launcher):
                 if isinstance(action, StartAgent):
                     self._membership.agent_up(action.host, 0.0)
 
-    def lose_agent(self, host: int, waited: bool) -> None:
+    def lose_agent(self, host: int, *, waited: bool) -> None:
         """See :meth:`Launcher.lose_agent`."""
         self._alive.discard(host)
         self._lost[self._world.name_of(host)] = "is lost"
-        super().lose_agent(host, waited)
+        super().lose_agent(host, waited=waited)
         self._note_ended(host)
 
     def _end(self, error: RankError) -> None:

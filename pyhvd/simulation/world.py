@@ -112,6 +112,8 @@ class SimulatedWorld:
 
     Attributes
     ----------
+    knobs : Config
+        As given.
     ranks : list of SimulatedRank
         All ranks.
     steps : list of SimulatedStep
@@ -134,6 +136,7 @@ class SimulatedWorld:
         seed: int,
         knobs: Config,
     ) -> None:
+        self.knobs = knobs
         capacity = knobs.cache_capacity
         self.hosts, self.local_ranks, self.size = hosts, local_ranks, hosts * local_ranks
         self.program, self.network = program, network
@@ -152,7 +155,7 @@ class SimulatedWorld:
         self._cached: dict[int, list[SimulatedBatch]] = {}
         self.tables = self._make_tables(slots_for(capacity)) if hosts <= LINKED_HOSTS else []
         self._coordinator_table = (
-            CoordinatorTable(self.tables[0], slots_for(capacity), hosts > 1) if self.tables else None
+            CoordinatorTable(self.tables[0], slots_for(capacity), partial=hosts > 1) if self.tables else None
         )
         coordinator = Coordinator(self.size, capacity, (), self._coordinator_table)
         leaders = [rank - rank % local_ranks for rank in range(self.size)]
@@ -183,7 +186,7 @@ class SimulatedWorld:
             self.clock.at(0.0, rank.advance)
         return self.clock.run(until)
 
-    def make_process(self, settle: Callable[[], object], of_rank: bool = True) -> SimulatedProcess:
+    def make_process(self, settle: Callable[[], object], *, of_rank: bool = True) -> SimulatedProcess:
         """Return a thread of a simulated process: of a rank, which may share its core, or of the launcher."""
         return SimulatedProcess(self.clock, self._cpu, settle, self._sharers if of_rank else 1.0)
 

@@ -49,21 +49,25 @@ _STOP_S = 3.0
 JOB_END_S = 15.0
 
 
+_RankOptions = tuple[float | None, Mapping[str, str] | None, Iterable[str] | None, str | None]
+"""What the user says of the ranks: start timeout, variables, network interfaces, and Python."""
+
+
 def run(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] = {},
     num_proc: int | None = None,
     start_timeout: float | None = None,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,  # noqa: FBT001 - Horovod's
+    use_gloo: bool | None = None,  # noqa: FBT001 - Horovod's
     extra_mpi_args: str | None = None,
     env: Mapping[str, str] | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     verbose: int = 1,
     nics: Iterable[str] | None = None,
-    prefix_output_with_timestamp: bool = False,
+    prefix_output_with_timestamp: bool = False,  # noqa: FBT001, FBT002 - Horovod's
     executable: str | None = None,
     launcher: str = "pmi",
     df: DataFrame | None = None,
@@ -105,23 +109,21 @@ def run(
     RankFailedError, StartTimeoutError, SparkError, DataError, ValueError
         A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; bad argument.
     """
-    extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
-    shown = Output(*check_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
-    return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
+    extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo=use_gloo, use_mpi=use_mpi)
+    out = Output(*check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp, quiet=not verbose)
+    return _run((fn, args, kwargs), (start_timeout, env, nics, executable), num_proc, out, verbose, df, extra)
 
 
 def _run(
     call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
+    ranks: _RankOptions,
     num_proc: int | None,
-    start_timeout: float | None,
-    env: Mapping[str, str] | None,
-    nics: Iterable[str] | None,
-    executable: str | None,
     output: Output,
     verbose: int,
     df: DataFrame | None,
-    mpiexec_arguments: list[str] | None,
+    extra: list[str] | None,
 ) -> list[Any]:
+    start_timeout, env, nics, executable = ranks
     check_call(call, env, executable)
     expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
     if df is not None:
@@ -132,7 +134,7 @@ def _run(
     context = active_context()
     conf = context.getConf()
     if size is None:
-        size = wait_for_slots(lambda: count_slots(context), timeout, is_dynamic(conf))
+        size = wait_for_slots(lambda: count_slots(context), timeout, dynamic=is_dynamic(conf))
     dealt = None if df is None else deal(df, size)
     code, broadcasts = pack(context, call, dump_functions)
     spec = JobSpec(
@@ -144,7 +146,7 @@ def _run(
     )
     bound, announced = driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
     secret = Secret()
-    rendezvous = PmiRendezvous() if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, executable)
+    rendezvous = PmiRendezvous() if extra is None else _mpiexec(extra, executable)
     with as_spark_errors(), output:
         source = TaskSource(size, secret, bound, rendezvous)
         console = Console(_warn, _warn)
@@ -166,7 +168,7 @@ def _drive(
     body: TaskBody,
     rows: Selection | None,
 ) -> list[bytes]:
-    job = CollectJob(context, size, body, _use_barrier(context.getConf()), rows)
+    job = CollectJob(context, size, body, rows, barrier=_use_barrier(context.getConf()))
     try:
         return serve_tasks(driver, job)
     except BaseException as exc:  # Ctrl-C too
@@ -191,7 +193,7 @@ def _say_without_effect(what: str, why: str) -> None:
 
 
 def _mpiexec_arguments(
-    extra_mpi_args: str | None, launcher: str, use_gloo: bool | None = None, use_mpi: bool | None = None
+    extra_mpi_args: str | None, launcher: str, *, use_gloo: bool | None = None, use_mpi: bool | None = None
 ) -> list[str] | None:
     """Return the user's arguments for mpiexec; None if the launcher is not mpiexec."""
     if use_gloo:

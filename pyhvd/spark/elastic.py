@@ -79,7 +79,7 @@ def run_elastic(
     stderr: TextIO | None = None,
     verbose: int = 1,
     nics: Iterable[str] | None = None,
-    prefix_output_with_timestamp: bool = False,
+    prefix_output_with_timestamp: bool = False,  # noqa: FBT001, FBT002 - Horovod's
     min_np: int | None = None,
     max_np: int | None = None,
     executable: str | None = None,
@@ -110,7 +110,7 @@ def run_elastic(
     least, most = _renamed("min", min_num_proc, min_np), _renamed("max", max_num_proc, max_np)
     chosen = interface_names(nics)
     own = [(name.encode(), value.encode()) for name, value in rank_variables(env, chosen).items()]
-    shown = Output(*check_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
+    out = Output(*check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp, quiet=not verbose)
     timeout = read_start_timeout(start_timeout, os.environ)
     context = active_context()
     size = _count_slots(context, timeout) if num_proc is None else num_proc
@@ -122,11 +122,11 @@ def run_elastic(
         spec = JobSpec(
             *(code, True, {}, None, timeout, start_timeout is not None), elastic=elastic, name_of=argument_of
         )
-        return _serve(context, spec, limits, task, chosen, shown)
+        return _serve(context, spec, limits, task, chosen, out)
 
 
 def _count_slots(context: Any, timeout: float) -> int:
-    return wait_for_slots(lambda: count_slots(context), timeout, is_dynamic(context.getConf()))
+    return wait_for_slots(lambda: count_slots(context), timeout, dynamic=is_dynamic(context.getConf()))
 
 
 def _serve(

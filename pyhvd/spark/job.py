@@ -168,8 +168,9 @@ class CollectJob:
         context: SparkContext,
         size: int,
         body: TaskBody | ElasticTask,
-        barrier: bool,
         rows: Selection | None = None,
+        *,
+        barrier: bool,
     ) -> None:
         from pyspark import InheritableThread
 
@@ -255,7 +256,7 @@ class CollectJob:
     def _run_tasks(self) -> list[tuple[int, bytes]]:
         if self._rows is not None:
             assert isinstance(self._body, TaskBody)
-            results = collect_beside(self._rows, self._body, self._barrier)
+            results = collect_beside(self._rows, self._body, barrier=self._barrier)
             if not results:  # Spark starts no task for a DataFrame that it finds empty
                 raise DataError("the DataFrame has no rows")
             return results

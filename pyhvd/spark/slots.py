@@ -39,7 +39,7 @@ def count_slots(context: SparkContext) -> int:
         ) from exc
 
 
-def wait_for_slots(count: Callable[[], int], timeout: float, dynamic: bool) -> int:
+def wait_for_slots(count: Callable[[], int], timeout: float, *, dynamic: bool) -> int:
     """Return the number of slots as soon as there are any: executors start seconds after their session.
 
     If they only start when a job needs them (`dynamic`), raise SparkError at once.

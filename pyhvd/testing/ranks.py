@@ -78,13 +78,13 @@ def run_ranks(
     >>> [float(x) for x in run_ranks(3, lambda: hvd.allreduce(np.float32(hvd.rank()), op=hvd.Sum))]
     [3.0, 3.0, 3.0]
     """
-    return _Crew(ThreadWorlds(size, timeout, hosts), init, dict(knobs or {})).run(function, args)
+    return _Crew(ThreadWorlds(size, timeout, hosts), dict(knobs or {}), init=init).run(function, args)
 
 
 class _Crew:
     """The shared state of one :func:`run_ranks`."""
 
-    def __init__(self, worlds: ThreadWorlds, init: bool, knobs: dict[str, Any]) -> None:
+    def __init__(self, worlds: ThreadWorlds, knobs: dict[str, Any], *, init: bool) -> None:
         self.worlds = worlds
         self.size = worlds.size
         self.timeout = worlds.timeout

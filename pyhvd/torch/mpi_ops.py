@@ -118,7 +118,7 @@ def allreduce(
         return _core.allreduce(
             tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set
         )
-    chosen = resolve_op(average, op)
+    chosen = resolve_op(op, average=average)
     sent, ctx = compress_one(compression, _plain(tensor))
     factors = (prescale_factor, postscale_factor)
     if chosen in _LINEAR:
@@ -144,7 +144,7 @@ def grouped_allreduce(
         return _core.grouped_allreduce(
             tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set
         )
-    chosen = resolve_op(average, op)
+    chosen = resolve_op(op, average=average)
     sent, contexts = compress_all(compression, [_plain(each) for each in tensors])
     factors = (prescale_factor, postscale_factor) if chosen in _LINEAR else (1.0, 1.0)
     if chosen not in _LINEAR:
@@ -288,7 +288,9 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, name: str | None, process_set: ProcessSet) -> Any:
-        output, rows = _core.submit_allgather(tensor, False, name, process_set, with_rows=True).result()
+        output, rows = _core.submit_allgather(
+            tensor, name, process_set, grouped=False, with_rows=True
+        ).result()
         ctx.terms = name, process_set, _own_rows(rows, process_set)
         return output
 
@@ -304,7 +306,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Any) -> Any:
-        pairs = _core.submit_allgather(tensors, True, name, process_set, with_rows=True).result()
+        pairs = _core.submit_allgather(tensors, name, process_set, grouped=True, with_rows=True).result()
         ctx.terms = name, process_set, [_own_rows(rows, process_set) for _, rows in pairs]
         return tuple(output for output, _ in pairs)
 

@@ -40,7 +40,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    sparse_as_dense: bool = False,
+    sparse_as_dense: bool = False,  # noqa: FBT001, FBT002 - Horovod's
     process_set: ProcessSet = global_process_set,
     *,
     reduce_at: str = "backward",
@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     _check_factors(gradient_predivide_factor, op, backward_passes_per_step)
     names = _check_kinds(_name_parameters(optimizer, named_parameters))
     chosen = _check_groups(groups, num_groups, list(names))
-    _check_choices(op, bool(chosen) or sparse_as_dense or backward_passes_per_step > 1, reduce_at, unused)
+    _check_modes(op, reduce_at, unused, plain=not (chosen or sparse_as_dense or backward_passes_per_step > 1))
     if isinstance(optimizer, _DistributedOptimizer):
         optimizer.remove()
     way = _Way(names)
@@ -205,12 +205,12 @@ class _DistributedOptimizer:
     def no_sync(self) -> Iterator[None]:
         """Let backward passes accumulate gradients without counting them, and without a reduction."""
         reducer = self._way.reducer
-        before = reducer is not None and reducer.pause(True)
+        before = reducer is not None and reducer.pause(paused=True)
         try:
             yield
         finally:
             if reducer is not None:
-                reducer.pause(before)
+                reducer.pause(paused=before)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes before a reduction, and count anew."""
@@ -313,12 +313,12 @@ def _reduced_loss(closure: Callable[[], Any], reducer: Reducer) -> Any:
 # -- arguments -----------------------------------------------------------------------------------------
 
 
-def _check_choices(op: ReduceOp, has_options: bool, reduce_at: str, unused: str) -> None:
+def _check_modes(op: ReduceOp, reduce_at: str, unused: str, *, plain: bool) -> None:
     if reduce_at not in ("step", "backward"):
         raise ValueError(f'reduce_at={reduce_at!r}: expected "step" or "backward"')
     if unused not in ("zeros", "none"):
         raise ValueError(f'unused={unused!r}: expected "zeros" or "none"')
-    if op is Adasum and (has_options or reduce_at == "step"):
+    if op is Adasum and (not plain or reduce_at == "step"):
         raise NotImplementedError(
             "op=Adasum combines changes of the weights, not gradients: it supports neither groups nor"
             ' sparse_as_dense, backward_passes_per_step and reduce_at="step"'

@@ -25,7 +25,7 @@ class ParameterInfo(msgspec.Struct, frozen=True, gc=False):
     """Whether this rank has seen a sparse gradient, which is reduced by its rows."""
 
     @classmethod
-    def of(cls, name: str, tensor: Any, trainable: bool = True, sparse: bool = False) -> ParameterInfo:
+    def of(cls, name: str, tensor: Any, *, trainable: bool = True, sparse: bool = False) -> ParameterInfo:
         """Return the description of a tensor."""
         layout = "" if tensor.is_contiguous() else layout_of(tensor.shape, tensor.stride())
         dtype, device = str(tensor.dtype), tensor.device.type

@@ -67,7 +67,7 @@ _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 def _pause_all() -> None:
     """Let backward passes in a forked child, which has no part in the job, reduce nothing."""
     for reducer in _reducers:
-        reducer.pause(True)
+        reducer.pause(paused=True)
 
 
 os.register_at_fork(after_in_child=_pause_all)
@@ -251,7 +251,7 @@ class Reducer:
         """Remember gradients that are reduced later, and must not be changed before."""
         self._marks = {index: _fingerprint(self._parameters[index].grad) for index in indices}
 
-    def pause(self, paused: bool) -> bool:
+    def pause(self, *, paused: bool) -> bool:
         """Let backward passes count, or not, from now on; return whether they did not before."""
         before, self._paused = self._paused, paused
         return before
@@ -604,7 +604,12 @@ class Reducer:
         terms, prefix = self.terms, self.position.prefix
         mine = Description(
             tuple(
-                ParameterInfo.of(self.names[index], parameter, parameter.requires_grad, index in self._sparse)
+                ParameterInfo.of(
+                    self.names[index],
+                    parameter,
+                    trainable=parameter.requires_grad,
+                    sparse=index in self._sparse,
+                )
                 for index, parameter in enumerate(self._parameters)
             ),
             self._groups,

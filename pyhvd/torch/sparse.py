@@ -64,8 +64,8 @@ def sparse_allreduce_async(
     sizes = torch.tensor([mine.shape[:dims]], dtype=torch.int64, device=mine.device)
     rows = torch.cat([sizes, mine.indices().t()])
     parts = [
-        submit_allgather(rows, False, f"{name}.indices", process_set, with_rows=True),
-        submit_allgather(mine.values(), False, f"{name}.values", process_set),
+        submit_allgather(rows, f"{name}.indices", process_set, grouped=False, with_rows=True),
+        submit_allgather(mine.values(), f"{name}.values", process_set, grouped=False),
     ]
 
     return CombinedHandle(name, parts, partial(_add_up, name, op, mine.shape, process_set))

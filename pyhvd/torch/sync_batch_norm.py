@@ -43,8 +43,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         num_features: int,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
+        affine: bool = True,  # noqa: FBT001, FBT002 - torch's
+        track_running_stats: bool = True,  # noqa: FBT001, FBT002 - torch's
         process_set: ProcessSet = global_process_set,
         device: Any = None,
         dtype: Any = None,

@@ -126,7 +126,7 @@ class HostsFabric(ShmFabric):
         """Move bytes; all ranks of the set call it with moves of one layout."""
         for each in moves:
             parts = (each.sources, each.targets, each.lanes, each.out, each.into)
-            self.check(self.window.move(*parts, each.single, each.room, each.chunks))
+            self.check(done=self.window.move(*parts, each.single, each.room, each.chunks))
 
     def choose_carrier(self, options: LinkOptions, largest_chunk: int) -> None:
         """Choose what carries the bytes of the rails; collective, before the first operation."""
@@ -194,7 +194,7 @@ class HostsFabric(ShmFabric):
         if self._fast_path.has_given_up():
             for each in self._followers:
                 if each._exchange.lost is not None:
-                    each.check(False)
+                    each.check(done=False)
 
     def abort(self, note: bytes) -> None:
         """Interrupt the ranks of this host, and end the connections to all others."""
@@ -220,7 +220,7 @@ class HostsFabric(ShmFabric):
     def _rails(self) -> list[socket.socket]:
         return [peer for rail in self._links.rails for peer in rail if peer is not None]
 
-    def check(self, done: bool) -> None:
+    def check(self, *, done: bool) -> None:
         """Raise LinkLost if a connection has failed, or Aborted if a local rank has aborted the window."""
         if not done and self.window.note() is None:
             # The rank that ended a connection may have sent a note.
@@ -228,7 +228,7 @@ class HostsFabric(ShmFabric):
                 raise self._all.error_of(*told)
             if self._exchange.lost is not None:
                 raise self.error_of(*self._exchange.lost, b"")
-        super().check(done)
+        super().check(done=done)
 
     def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
         into = address(recv) + sum(counts[: self.rank])
@@ -245,7 +245,7 @@ class HostsFabric(ShmFabric):
     def _reduce(self, array: NDArray[Any], code: Code, op: ReduceOp) -> None:
         """Reduce an array of all ranks, in place."""
         at, starts = np.array([address(array)], np.int64), np.array([0, len(array)], np.int64)
-        self.check(self.window.allreduce(at, at, starts, code, op, 1.0, 1.0))
+        self.check(done=self.window.allreduce(at, at, starts, code, op, 1.0, 1.0))
 
     def error_of(self, host: int, number: int, note: bytes) -> Aborted | LinkLost:
         """Return the exception for a host that has sent a note, or whose connection failed (errno or 0)."""
@@ -277,9 +277,10 @@ def open_hosts_fabric(
     hosts: Sequence[int],
     open_window: OpenWindow,
     options: LinkOptions,
-    agreement: bool,
     chunk_size: int,
     largest_chunk: int,
+    *,
+    agreement: bool,
 ) -> HostsFabric | NoLinks:
     """Return a fabric with windows and links for ranks of several hosts; collective, one outcome for all.
 
@@ -312,7 +313,7 @@ def open_hosts_fabric(
     if causes := [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]:
         return NoLinks(f"no shared memory on a host: {causes[0]}")
     assert isinstance(opened, Segment)
-    links = open_links(fabric, hosts, options, agreement)
+    links = open_links(fabric, hosts, options, agreement=agreement)
     if isinstance(links, NoLinks):
         return links
     slices = max(len(each) for each in by_host)

@@ -105,7 +105,9 @@ def _matches(address: HostAddress, wanted: str) -> bool:
         return address.nic == wanted
 
 
-def candidates(mine: Sequence[HostAddress], theirs: Sequence[HostAddress], same_network: bool) -> list[str]:
+def candidates(
+    mine: Sequence[HostAddress], theirs: Sequence[HostAddress], *, same_network: bool
+) -> list[str]:
     """Return the peer's addresses to connect to, the most promising one first.
 
     1. In one network namespace loopback addresses come first; otherwise they would reach this host itself.

@@ -86,7 +86,7 @@ class Layout:
         The connections that peers open.
     """
 
-    def __init__(self, rank: int, nodes: Sequence[int], agreement: bool) -> None:
+    def __init__(self, rank: int, nodes: Sequence[int], *, agreement: bool) -> None:
         self._members = hosts_in_order(nodes)
         local = next(ranks for ranks in self._members if rank in ranks)
         self.hosts = len(self._members)

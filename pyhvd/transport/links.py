@@ -133,7 +133,7 @@ class _Card(msgspec.Struct, array_like=True):
 
 
 def open_links(
-    fabric: Fabric, nodes: Sequence[int], options: LinkOptions, agreement: bool
+    fabric: Fabric, nodes: Sequence[int], options: LinkOptions, *, agreement: bool
 ) -> Links | NoLinks:
     """Connect the ranks of a fabric across hosts; collective.
 
@@ -153,7 +153,7 @@ def open_links(
     Links or NoLinks
         The same kind on all ranks.
     """
-    layout = Layout(fabric.rank, nodes, agreement)
+    layout = Layout(fabric.rank, nodes, agreement=agreement)
     if layout.hosts == 1:
         return NoLinks("all ranks are on one host", expected=True)
     if not hasattr(os, "eventfd"):
@@ -243,7 +243,7 @@ class _Opening:
 
     def _addresses(self, peer: _Card) -> list[Address]:
         same_network = bool(peer.network) and peer.network == self._mine.network
-        found = candidates(self._mine.addresses, peer.addresses, same_network)
+        found = candidates(self._mine.addresses, peer.addresses, same_network=same_network)
         return [(ip, port) for ip in found if (port := peer.ports[":" in ip])]
 
     def _unreachable(self, known: Mapping[int, _Card], dials: Mapping[LinkRole, Sequence[Address]]) -> str:

@@ -117,7 +117,7 @@ class MoveLayout:
             sources = as_parts(mine, offsets[self._place], sizes[self._place], send)
             targets = as_parts(by_place, offsets, others, into)
             out = np.full(self._hosts, mine)
-            yield self._move(sources, targets, totals[group], out, lane_of, False, chunk)
+            yield self._move(sources, targets, totals[group], out, lane_of, chunk, single=False)
 
     def trade(
         self, sources: Ints, targets: Ints, out: Ints, into: Ints, chunk: int, largest: int = 0
@@ -147,14 +147,14 @@ class MoveLayout:
             lanes[to[to >= 0]] = out[to >= 0]
             lanes[back[back >= 0]] = into[back >= 0]
             given, taken = (_renumbered(parts, lane) for parts, lane in ((sources, to), (targets, back)))
-            moves.append(self._move(given, taken, lanes, to, back, True, chunk, largest))
+            moves.append(self._move(given, taken, lanes, to, back, chunk, largest, single=True))
         return moves
 
     def among_local(self, sources: Ints, targets: Ints, total: int, chunk: int, largest: int) -> Move:
         """Return the move of one lane among the ranks of each host; ``largest``: of any host, in bytes."""
         nowhere = np.full(self._hosts, -1)
         lane = np.where(np.arange(self._hosts) == self.here, 0, -1)
-        return self._move(sources, targets, np.array([total]), lane, nowhere, False, chunk, largest)
+        return self._move(sources, targets, np.array([total]), lane, nowhere, chunk, largest, single=False)
 
     # -- collectives ---------------------------------------------------------------------------------
 
@@ -276,9 +276,10 @@ class MoveLayout:
         lanes: Ints,
         out: Ints,
         into: Ints,
-        single: bool,
         chunk: int,
         largest: int = 0,
+        *,
+        single: bool,
     ) -> Move:
         room = chunk // (len(lanes) * self._owned) // ALIGNED * ALIGNED
         longest = largest or int(lanes.max())

@@ -89,13 +89,15 @@ class ShmFabric:
     ) -> None:
         """Send block r to rank r."""
         out, into = np.array(send_counts, np.int64), np.array(recv_counts, np.int64)
-        self.check(self.window.alltoall(address(send), out, address(recv), into))
+        self.check(done=self.window.alltoall(address(send), out, address(recv), into))
 
     exchange = alltoallv
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks with a partner; no pair waits for another."""
-        self.check(self.window.pairwise_exchange(partner, address(send), len(send), address(recv), len(recv)))
+        self.check(
+            done=self.window.pairwise_exchange(partner, address(send), len(send), address(recv), len(recv))
+        )
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
@@ -103,7 +105,7 @@ class ShmFabric:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.check(self.window.barrier())
+        self.check(done=self.window.barrier())
 
     def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
         """Return the other fabric's subset, which may get a window of its own."""
@@ -122,13 +124,13 @@ class ShmFabric:
             self._segment.memory = None
         self.inner.close()
 
-    def check(self, done: bool) -> None:
+    def check(self, *, done: bool) -> None:
         """Raise :class:`~pyhvd.transport.fabric.Aborted` if a window operation was interrupted."""
         if not done:
             raise Aborted(self.window.note() or b"")
 
     def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
-        self.check(self.window.gather(send, address(recv), np.array(counts, np.int64)))
+        self.check(done=self.window.gather(send, address(recv), np.array(counts, np.int64)))
 
 
 def open_fabric(inner: Fabric, segment: Segment, chunk_size: int, largest_chunk: int) -> ShmFabric:

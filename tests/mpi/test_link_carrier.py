@@ -29,7 +29,9 @@ def linked(hosts: Sequence[int], carrier: str, chunk: int = CHUNK) -> Iterator[H
     comm = MPI.COMM_WORLD.Dup()
     options = LinkOptions(timeout=30.0, carrier=carrier, open_mpi=open_mpi_carrier)
     ranks = range(comm.Get_size())
-    made = open_hosts_fabric(MpiFabric(comm), ranks, hosts, open_mpi_window, options, False, chunk, chunk)
+    made = open_hosts_fabric(
+        MpiFabric(comm), ranks, hosts, open_mpi_window, options, chunk, chunk, agreement=False
+    )
     assert isinstance(made, HostsFabric), made
     try:
         yield made
@@ -95,7 +97,9 @@ def test_a_warning_says_why_mpi_cannot_carry() -> None:
     told = hear_log()
     comm = MPI.COMM_WORLD.Dup()
     options = LinkOptions(timeout=30.0, carrier="mpi")
-    made = open_hosts_fabric(MpiFabric(comm), [0, 1], [0, 1], open_mpi_window, options, False, CHUNK, CHUNK)
+    made = open_hosts_fabric(
+        MpiFabric(comm), [0, 1], [0, 1], open_mpi_window, options, CHUNK, CHUNK, agreement=False
+    )
     assert isinstance(made, HostsFabric), made
     assert made.carrier is None
     made.close()

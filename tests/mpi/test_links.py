@@ -18,7 +18,7 @@ def test_processes_share_what_the_first_of_their_host_has_connected() -> None:
     """Hosts of 3 and 1 ranks: each local rank uses the one agreement connection, and wakes the next rank."""
     comm = MPI.COMM_WORLD.Dup()
     rank = comm.Get_rank()
-    links = open_links(MpiFabric(comm), [0, 0, 0, 1], LinkOptions(timeout=30.0), True)
+    links = open_links(MpiFabric(comm), [0, 0, 0, 1], LinkOptions(timeout=30.0), agreement=True)
     assert isinstance(links, Links), links
     peer = links.agreement[1 - links.host]
     rails = [row[1 - links.host] for row in links.rails]

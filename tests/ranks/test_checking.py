@@ -81,8 +81,8 @@ def flippers(monkeypatch: pytest.MonkeyPatch) -> list[_Flipper]:
     """The ranks' backends, which a test can arm."""
     made: list[_Flipper] = []
 
-    def make(*arguments: Any) -> Any:
-        made.append(_Flipper(make_backend(*arguments)))
+    def make(*arguments: Any, **options: Any) -> Any:
+        made.append(_Flipper(make_backend(*arguments, **options)))
         return made[-1]
 
     monkeypatch.setattr(context, "make_backend", make)

@@ -47,7 +47,7 @@ def open_on(
 
     def play(rank: int) -> Links | NoLinks:
         threading.current_thread().name = f"rank-{rank}"
-        return open_links(ThreadFabric(group, rank), nodes, options, agreement)
+        return open_links(ThreadFabric(group, rank), nodes, options, agreement=agreement)
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(play, range(len(nodes)), timeout=2 * LONG))

@@ -227,10 +227,10 @@ class Agent:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.driver.wants_write else 0)
         self._selector.modify(self.driver, wanted, self._receive)
         for owned in self._ranks.values():
-            owned.process.hold_output(owned.output >= OUTPUT_CREDIT or self.driver.full)
-            owned.process.hold_result(owned.result >= RESULT_CREDIT or self.driver.full)
+            owned.process.hold_output(held=owned.output >= OUTPUT_CREDIT or self.driver.full)
+            owned.process.hold_result(held=owned.result >= RESULT_CREDIT or self.driver.full)
         if self._daemon is not None:
-            self._daemon.hold_output(self.driver.full)
+            self._daemon.hold_output(held=self.driver.full)
         beat_s = BEAT_S if self.vault is None else ELASTIC_BEAT_S
         wait = min(beat_s / 2, self._next_beat - before, self._end_at - before)
         for key, _ in self._selector.select(max(0.0, wait)):

@@ -39,7 +39,7 @@ class ElasticHost:
         Whether the ranks run a function, and no program.
     """
 
-    def __init__(self, function: bool = False) -> None:
+    def __init__(self, *, function: bool = False) -> None:
         self._function = function
         self.vault = Vault.create()
         self.notice = Notice()

@@ -71,12 +71,11 @@ class FunctionProcess(RankProcess):
             events,
             files={} if vault is None else vault.files,
             module=self._program.module,
-            flags=("-P",),  # the guardian must not import what the directory has
             directory=self._program.directory,
             popen=popen,
         )
 
-    def hold_result(self, held: bool) -> None:
+    def hold_result(self, *, held: bool) -> None:
         """See :meth:`RankProcess.hold_result`."""
         held = held and bool(self._left)
         if held == self._result_held:

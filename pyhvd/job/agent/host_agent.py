@@ -158,7 +158,7 @@ def serve_on(driver: Connection, task: int = -1) -> str:
     with contextlib.suppress(Dismissed), contextlib.closing(idle):
         while wanted := idle.wait():
             if wanted.elastic and idle.host is None:
-                idle.host = ElasticHost(wanted.function)
+                idle.host = ElasticHost(function=wanted.function)
             if idle.host is not None:
                 idle.host.notice.watch(wanted.preemption_command)
                 idle.host.store.use(wanted.store)

@@ -88,7 +88,7 @@ class _Stdin:
 
     def close(self) -> None:
         """Close the pipe; drop what waits."""
-        self._listen(False)
+        self._listen(wanted=False)
         if self._writer >= 0:
             os.close(self._writer)
             self._writer = -1
@@ -109,11 +109,11 @@ class _Stdin:
             self._waiting.clear()
         if taken:
             self._on_taken(taken)
-        self._listen(bool(self._waiting))
+        self._listen(wanted=bool(self._waiting))
         if self._ending and not self._waiting:
             self.close()
 
-    def _listen(self, wanted: bool) -> None:
+    def _listen(self, *, wanted: bool) -> None:
         if self.selector is None or wanted == self._listens:
             return
         self._listens = wanted
@@ -152,7 +152,6 @@ class ProgramProcess(RankProcess):
                 events,
                 files={} if vault is None else vault.files,
                 module=self._program.module,
-                flags=("-P",),  # the guardian must not import what the directory has
                 directory=self._program.directory,
                 stdin=subprocess.DEVNULL if self._stdin is None else self._stdin.reader,
                 popen=popen,

@@ -10,7 +10,7 @@ import os
 import selectors
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import own_environment
 from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL, ExitReport
 from pyhvd.job.process.signals import describe_exit, shell_code
-from pyhvd.job.process.supervised import SupervisedProcess, read_some
+from pyhvd.job.process.supervised import GuardianCommand, SupervisedProcess, read_some
 from pyhvd.job.rank.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -89,7 +89,9 @@ class RankProcess(SupervisedProcess):
         The rank's variables, in addition to those of `start`.
     module : str or None
         The module to run; None for a guardian whose rank calls :func:`pyhvd.job.rank.rank.run_rank`.
-    flags, directory, stdin, popen
+    directory, stdin
+        See :class:`GuardianCommand`.
+    popen : callable
         See :class:`SupervisedProcess`.
 
     Attributes
@@ -108,7 +110,6 @@ class RankProcess(SupervisedProcess):
         files: Mapping[str, int] = {},
         env: Mapping[str, str] = {},
         module: str | None = None,
-        flags: Sequence[str] = (),
         directory: str | None = None,
         stdin: int = subprocess.DEVNULL,
         popen: Callable[..., Any] = subprocess.Popen,
@@ -127,19 +128,18 @@ class RankProcess(SupervisedProcess):
             variables["PMI_FD"] = str(pmi.fileno())
         variables |= {name: str(number) for name, number in files.items()}
         try:
-            super().__init__(
+            command = GuardianCommand(
                 module or _GUARDIAN,
                 [str(control.fileno()), *([] if module else [_RANK])],
                 variables,
-                events.on_output,
-                self._note_rank_end,
                 descriptors=(control.fileno(), pmi.fileno(), *files.values()),
                 python=start.executable,
-                flags=flags,
+                # The guardian must not import what the directory has.
+                flags=("-P",) if module else (),
                 directory=directory,
                 stdin=stdin,
-                popen=popen,
             )
+            super().__init__(command, events.on_output, self._note_rank_end, popen=popen)
         except (OSError, ValueError):  # ValueError: an invalid name or value of a variable
             self._control.close()
             self._pmi.close()
@@ -153,7 +153,7 @@ class RankProcess(SupervisedProcess):
     def feed(self, data: bytes) -> None:
         """Pass bytes on to the rank's stdin, and its end for none; without effect if it has /dev/null."""
 
-    def hold_result(self, held: bool) -> None:
+    def hold_result(self, *, held: bool) -> None:
         """Stop passing on the result, or go on; without effect if it becomes the attribute `result`."""
 
     def check(self, now: float) -> None:
@@ -270,5 +270,5 @@ class RankProcess(SupervisedProcess):
             return self._failed(EXIT, code, f"{describe_exit(code)} after the function returned")
         return None
 
-    def _failed(self, kind: str, code: int, text: str, silent: bool = False) -> Failed:
+    def _failed(self, kind: str, code: int, text: str, *, silent: bool = False) -> Failed:
         return Failed(ExitReport(self._rank, kind, code, text), silent)

@@ -403,11 +403,11 @@ class ElasticJob:
             driver.close()
         self.last = running
         done = failure is None and running.held.outcome is Outcome.DONE
-        self._report(running, failure, done, time.monotonic())
+        self._report(running, failure, time.monotonic(), done=done)
         if running.stopped_by and not done:
             raise _GaveUp(Interrupted(running.stopped_by, ""))
 
-    def _report(self, over: Generation, failure: Exception | None, done: bool, now: float) -> None:
+    def _report(self, over: Generation, failure: Exception | None, now: float, *, done: bool) -> None:
         """Tell the machine how a generation ended."""
         held = over.held
         if held.began_from is not None and held.began_from < self._commit:

@@ -463,7 +463,7 @@ class GenerationDriver:
                 other.send(Stop(NEWER_ATTEMPT))
         peer.member = member
 
-    def _lose(self, peer: Peer, why: str, waited: bool) -> None:
+    def _lose(self, peer: Peer, why: str, *, waited: bool) -> None:
         """Handle the loss of an agent; before all have registered, another may take its place."""
         host, counts = self._source.name_of(peer), self._stop_reason is None
         self._settling.discard(peer)

@@ -74,16 +74,19 @@ class Output:
         self,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
-        timestamp: bool = False,
-        quiet: bool = False,
         files: Mapping[int, Mapping[int, OutputFile]] = {},
         ranks: Collection[int] | None = None,
         before: Callable[[], None] | None = None,
+        *,
+        timestamp: bool = False,
+        quiet: bool = False,
     ) -> None:
         self._files = {1: stdout, 2: stderr}
         terminal = is_terminal(self._file(1))
         coloured = terminal and not os.environ.get("NO_COLOR")
-        self._screen = Screen(timestamp, coloured, apart=not _is_same(self._file(1), self._file(2)))
+        self._screen = Screen(
+            timestamp=timestamp, coloured=coloured, apart=not _is_same(self._file(1), self._file(2))
+        )
         self._quiet = quiet
         self._ranks = ranks
         self._copies = files
@@ -233,7 +236,7 @@ class Screen:
         Whether the ranks' stdout and stderr go to different places.
     """
 
-    def __init__(self, timestamp: bool = False, coloured: bool = False, apart: bool = True) -> None:
+    def __init__(self, *, timestamp: bool = False, coloured: bool = False, apart: bool = True) -> None:
         self._timestamp = timestamp
         self._coloured = coloured
         self._apart = apart
@@ -245,7 +248,7 @@ class Screen:
         """Return what to show of a rank's bytes now."""
         who = rank, stream
         if who not in self._lines:
-            self._lines[who] = LinePrefixer(rank, stream, self._timestamp, self._coloured)
+            self._lines[who] = LinePrefixer(rank, stream, timestamp=self._timestamp, coloured=self._coloured)
         text = self._show(who, lambda lines: lines.take(data))
         if not self._lines[who].waits:
             self._begun.pop(who, None)

@@ -40,7 +40,7 @@ class StatusLine:
         Whether that is a terminal; else nothing is shown.
     """
 
-    def __init__(self, file: TextIO, terminal: bool) -> None:
+    def __init__(self, file: TextIO, *, terminal: bool) -> None:
         self._file = file
         self._lock = threading.Lock()
         self._text = ""

@@ -28,7 +28,7 @@ class FailureAnalysis:
         self._reports: dict[ExitReport, float] = {}  # and when the driver heard of them
         self._settled_at = math.inf
 
-    def add(self, report: ExitReport, now: float, waited: bool = False) -> None:
+    def add(self, report: ExitReport, now: float, *, waited: bool = False) -> None:
         """Note that a rank has failed; `waited` says that the wait for a better cause is over already."""
         self._reports.setdefault(report, now)
         may_follow = report.kind in (SECONDARY, LOST, ENDED, INTERRUPT) or _is_crash(report)

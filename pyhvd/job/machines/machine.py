@@ -356,7 +356,7 @@ class JobMachine:
             Whether a better cause would be known by now.
         """
         if not self._stopped_by:
-            self._failures.add(ExitReport(rank, kind, code, text, self._epoch + now), now, waited)
+            self._failures.add(ExitReport(rank, kind, code, text, self._epoch + now), now, waited=waited)
 
     def signal(self, number: int, now: float) -> list[Action]:
         """Return what follows from a signal to the driver."""

@@ -345,7 +345,7 @@ class Membership:
         self._fail(cause, reason, counts=host in self._lost)
         self._lost.add(host)
 
-    def _fail(self, cause: Exception, reason: str, counts: bool = True) -> None:
+    def _fail(self, cause: Exception, reason: str, *, counts: bool = True) -> None:
         self._cause, self._reason = cause, reason
         if counts:
             self._failures.append(cause)

@@ -33,7 +33,7 @@ class LinePrefixer:
         Whether the prefix has a colour, by rank.
     """
 
-    def __init__(self, rank: int | None, stream: int, timestamp: bool, coloured: bool = False) -> None:
+    def __init__(self, rank: int | None, stream: int, *, timestamp: bool, coloured: bool = False) -> None:
         self._prefix = b"" if rank is None else f"[{rank}]<{STREAMS[stream]}>:".encode()
         if coloured and rank is not None:
             self._prefix = b"\x1b[%dm%b\x1b[m" % (_COLOURS[rank % len(_COLOURS)], self._prefix)
@@ -127,7 +127,9 @@ def rank_files(directory: str, rank: int, size: int, failures: set[int]) -> dict
 class Relay:
     """Passes what a rank writes to a descriptor on: if `shown`, to the same one here; unchanged to a file."""
 
-    def __init__(self, target: int, lines: LinePrefixer, file: OutputFile | None, shown: bool = True) -> None:
+    def __init__(
+        self, target: int, lines: LinePrefixer, file: OutputFile | None, *, shown: bool = True
+    ) -> None:
         self._target = target
         self._lines = lines
         self._file = file
@@ -184,7 +186,7 @@ class Relay:
 
 
 def make_relays(
-    rank: int, size: int, directory: str | None, prefix: bool, timestamp: bool, shown: bool = True
+    rank: int, size: int, directory: str | None, *, prefix: bool, timestamp: bool, shown: bool = True
 ) -> list[Relay]:
     """Return a relay each for stdout and stderr; none if the rank may write to them itself."""
     if directory is None and not prefix and shown:
@@ -193,9 +195,9 @@ def make_relays(
     return [
         Relay(
             target,
-            LinePrefixer(rank if prefix else None, target, timestamp),
+            LinePrefixer(rank if prefix else None, target, timestamp=timestamp),
             files.get(target),
-            shown,
+            shown=shown,
         )
         for target in STREAMS
     ]

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pyhvd.job.process.guardian import signal_group
@@ -21,33 +22,53 @@ _CHUNK = 1 << 16
 _LAST_CHUNKS = 64
 
 
-class SupervisedProcess:
-    """A process that ends together with this one, and so does all that it starts.
+@dataclass(frozen=True)
+class GuardianCommand:
+    """What a guardian runs.
 
-    Parameters
+    Attributes
     ----------
     module : str
-        The guardian's program: its first argument is the descriptor of the lifetime line.
+        Its program: the first argument is the descriptor of the lifetime line.
     arguments : sequence of str
         The other arguments.
     env : mapping of str to str
         The process's environment.
-    on_output : callable
-        Called with 1 or 2 and what the process has written there.
-    on_end : callable
-        Called when the process has ended and its output has been read.
     descriptors : sequence of int
         The process inherits them; the caller closes them here.
     python : str, optional
         The guardian's Python; this one by default.
-    kill_s : float
-        How long to wait for the process after it was killed.
     flags : sequence of str
         Options of the guardian's Python.
     directory : str, optional
         Where the process runs; by default in this one's working directory.
     stdin : int
         The process's stdin, by default /dev/null; the caller closes it here.
+    """
+
+    module: str
+    arguments: Sequence[str]
+    env: Mapping[str, str]
+    descriptors: Sequence[int] = ()
+    python: str | None = None
+    flags: Sequence[str] = ()
+    directory: str | None = None
+    stdin: int = subprocess.DEVNULL
+
+
+class SupervisedProcess:
+    """A process that ends together with this one, and so does all that it starts.
+
+    Parameters
+    ----------
+    command : GuardianCommand
+        What its guardian runs.
+    on_output : callable
+        Called with 1 or 2 and what the process has written there.
+    on_end : callable
+        Called when the process has ended and its output has been read.
+    kill_s : float
+        How long to wait for the process after it was killed.
     popen : callable
         Starts the guardian, as :class:`subprocess.Popen` does.
 
@@ -64,17 +85,10 @@ class SupervisedProcess:
 
     def __init__(
         self,
-        module: str,
-        arguments: Sequence[str],
-        env: Mapping[str, str],
+        command: GuardianCommand,
         on_output: Callable[[int, bytes], None],
         on_end: Callable[[], None],
-        descriptors: Sequence[int] = (),
-        python: str | None = None,
         kill_s: float = 2.0,
-        flags: Sequence[str] = (),
-        directory: str | None = None,
-        stdin: int = subprocess.DEVNULL,
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self.ended = False
@@ -88,15 +102,16 @@ class SupervisedProcess:
         self._life, life = socket.socketpair()
         self._out, out = os.pipe()
         self._err, err = os.pipe()
+        python = command.python or sys.executable
         try:
             self._process = popen(
-                [python or sys.executable, *flags, "-m", module, str(life.fileno()), *arguments],
-                env=env,
-                cwd=directory,
-                stdin=stdin,
+                [python, *command.flags, "-m", command.module, str(life.fileno()), *command.arguments],
+                env=command.env,
+                cwd=command.directory,
+                stdin=command.stdin,
                 stdout=out,
                 stderr=err,
-                pass_fds=(life.fileno(), *descriptors),
+                pass_fds=(life.fileno(), *command.descriptors),
                 start_new_session=True,
             )
         except (OSError, ValueError):  # ValueError: an invalid name or value of a variable
@@ -128,7 +143,7 @@ class SupervisedProcess:
         self._outputs = {1: self._out, 2: self._err}  # those that have not ended
         self._listen()
 
-    def hold_output(self, held: bool) -> None:
+    def hold_output(self, *, held: bool) -> None:
         """Stop reading the process's output, so that its writes block; or read it again."""
         if held == self._held:
             return

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -89,7 +90,8 @@ def watch_mpi_import(
     rank_env: RankEnv,
     tell: Callable[[str], None],
     describe: Callable[[RankEnv], str] | None = None,
-    enter: Callable[[bool], None] | None = None,
+    enter: Callable[[], object] = bool,
+    entered: Callable[[], object] = bool,
 ) -> None:
     """Check the size of the world after the script's first ``from mpi4py import MPI``; watch MPI's end.
 
@@ -102,10 +104,11 @@ def watch_mpi_import(
     describe : callable, optional
         Returns the text about ranks that do not find each other; :func:`describe_mismatch` by default.
     enter : callable, optional
-        Called with True before the import or ``pyhvd.init()`` calls MPI_Init, which waits for the other
-        ranks; and with False when MPI_Init has returned.
+        Called before the import or ``pyhvd.init()`` calls MPI_Init, which waits for the other ranks.
+    entered : callable, optional
+        Called when MPI_Init has returned.
     """
-    _MpiWatch(rank_env, tell, describe or describe_mismatch, enter or (lambda _: None))
+    _MpiWatch(rank_env, tell, describe or describe_mismatch, enter, entered)
 
 
 class _MpiWatch(ImportWatch):
@@ -116,13 +119,15 @@ class _MpiWatch(ImportWatch):
         rank_env: RankEnv,
         tell: Callable[[str], None],
         describe: Callable[[RankEnv], str],
-        enter: Callable[[bool], None],
+        enter: Callable[[], object],
+        entered: Callable[[], object],
     ) -> None:
         super().__init__("mpi4py.MPI")
         self._rank_env = rank_env
         self._tell = tell
         self._describe = describe
         self._enter = enter
+        self._entered = entered
 
     def begin(self) -> None:
         take_over()
@@ -139,22 +144,16 @@ class _MpiWatch(ImportWatch):
         if self._initializes:
             self._after_mpi_init(module)
             return
-
-        def tell_mpi_init(begins: bool) -> None:
-            if begins:
-                self._before_mpi_init()
-            else:
-                self._after_mpi_init(module)
-
-        launcher_hooks.tell_mpi_init = tell_mpi_init
+        launcher_hooks.before_mpi_init = self._before_mpi_init
+        launcher_hooks.after_mpi_init = partial(self._after_mpi_init, module)
 
     def _before_mpi_init(self) -> None:
-        self._enter(True)
+        self._enter()
         if self._differs:
             self._tell(self._describe(self._rank_env))
 
     def _after_mpi_init(self, module: ModuleType) -> None:
-        self._enter(False)
+        self._entered()
         if self._differs:
             self._tell("")
         if self._rank_env.size > module.COMM_WORLD.Get_size() == 1:

@@ -42,7 +42,7 @@ _FLUSH_S = 0.5
 _MOST_EXCEPTION = MAX_RECORD // 2
 
 
-def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
+def run_rank(control: socket.socket, *, sends_exception: bool = False) -> int:
     """Run the function and send its result; return the exit code 0. After a failure, report it and exit.
 
     The report has the exception itself if `sends_exception`, and its text in any case. A child that the
@@ -50,7 +50,7 @@ def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
     """
     pid = os.getpid()
     launcher_hooks.supervised = True
-    launcher_hooks.tell_up = lambda up: segments.remove_own() if up else None
+    launcher_hooks.tell_up = segments.remove_own
     rank_env = read_rank_env()
     assert rank_env is not None
     set_defaults(rank_env, os.environ)
@@ -58,8 +58,8 @@ def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
     # An MPI that ends the process in MPI_Init says why itself: no tentative text is needed.
-    def enter(begins: bool) -> None:
-        if begins and os.getpid() == pid:
+    def enter() -> None:
+        if os.getpid() == pid:
             _send(control, ENTERING_INIT, [])
 
     watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, enter)

@@ -66,7 +66,7 @@ class TraceWriter:
         The file is not writable.
     """
 
-    def __init__(self, path: Path, make_directory: bool = False) -> None:
+    def __init__(self, path: Path, *, make_directory: bool = False) -> None:
         self.path = path
         if make_directory:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -203,7 +203,7 @@ def _read(path: Path) -> RankTrace:
     events, cut = read_events(path)
     header = _header(path, events)
     try:
-        trace = _read_metadata(path, header, events, cut)
+        trace = _read_metadata(path, header, events, cut=cut)
         _Reader(trace, header.origin_ns).read(events)
     except TraceError:
         raise
@@ -212,7 +212,7 @@ def _read(path: Path) -> RankTrace:
     return trace
 
 
-def _read_metadata(path: Path, header: Header, events: list[Event], cut: bool) -> RankTrace:
+def _read_metadata(path: Path, header: Header, events: list[Event], *, cut: bool) -> RankTrace:
     """Return a trace without turns and phases."""
     readings: dict[str, ClockReading] = {}
     dropped, complete, epoch = 0, False, 0

@@ -72,7 +72,7 @@ class Rows:
         Id of the process set whose batch started last.
     """
 
-    def __init__(self, origin: int, mark_cycles: bool) -> None:
+    def __init__(self, origin: int, *, mark_cycles: bool) -> None:
         self.process_set = 0
         self._origin = origin
         self._mark_cycles = mark_cycles

@@ -36,8 +36,8 @@ def run_rank(options: Options, rank_env: RankEnv) -> int:
             rank_env.rank,
             rank_env.size,
             options.output_filename,
-            options.prefix_output,
-            options.prefix_timestamp,
+            prefix=options.prefix_output,
+            timestamp=options.prefix_timestamp,
             shown=options.ranks is None or rank_env.rank in options.ranks,
         )
     except OSError as exc:

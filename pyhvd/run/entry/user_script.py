@@ -100,8 +100,8 @@ class _Ending:
         self._text = ""
         self.who = f"{rank_env.title} (pid {self._pid})"
         launcher_hooks.supervised = True
-        launcher_hooks.tell_up = self.tell_up
-        watch_mpi_import(rank_env, self.tell_tentative, enter=self.tell_entering)
+        launcher_hooks.tell_up, launcher_hooks.tell_down = self.tell_up, self.tell_down
+        watch_mpi_import(rank_env, self.tell_tentative, enter=self.tell_entering, entered=self.tell_entered)
 
     @property
     def is_own(self) -> bool:
@@ -124,15 +124,22 @@ class _Ending:
         """Tell the supervisor what to show if this rank ends without a report; "" withdraws it."""
         self._send(TENTATIVE, 1, text)
 
-    def tell_entering(self, begins: bool) -> None:
-        """Tell the supervisor that this rank is about to call MPI_Init, or that MPI_Init has returned."""
-        self._send(ENTERING, int(begins), "")
+    def tell_entering(self) -> None:
+        """Tell the supervisor that this rank is about to call MPI_Init."""
+        self._send(ENTERING, 1, "")
 
-    def tell_up(self, up: bool) -> None:
-        """Tell the supervisor whether pyhvd is up: then even exit code 0 is a failure to the other ranks."""
-        self._send(UP, int(up), "")
-        if up:
-            segments.remove_own()
+    def tell_entered(self) -> None:
+        """Tell the supervisor that MPI_Init has returned."""
+        self._send(ENTERING, 0, "")
+
+    def tell_up(self) -> None:
+        """Tell the supervisor that pyhvd is up: now even exit code 0 is a failure to the other ranks."""
+        self._send(UP, 1, "")
+        segments.remove_own()
+
+    def tell_down(self) -> None:
+        """Tell the supervisor that pyhvd is about to shut down."""
+        self._send(UP, 0, "")
 
     def _send(self, kind: str, code: int, text: str, when: float | None = None) -> None:
         if not self.is_own:

@@ -214,7 +214,7 @@ def _run(
     discovery: Finds | None,
 ) -> int:
     elastic, limits = options.elastic, limits_of(options, size)
-    status = StatusLine(sys.stderr, is_terminal(sys.stderr))
+    status = StatusLine(sys.stderr, terminal=is_terminal(sys.stderr))
 
     def serve() -> None:
         given = dict(os.environb) if options.send_environment else {}
@@ -223,7 +223,12 @@ def _run(
         store = make_store(elastic.store, elastic.store_every, of_stores(sent))
         files = RankFiles(options.output_filename, elastic.max_np or size)
         files.make(limits.min_np)  # before anything is started
-        shown = Output(None, None, options.prefix_timestamp, False, files.by_rank, options.ranks, status.end)
+        shown = Output(
+            files=files.by_rank,
+            ranks=options.ranks,
+            before=status.end,
+            timestamp=options.prefix_timestamp,
+        )
         program = Program("pyhvd.run.entry.program_rank", options.program, directory, sent, preload)
         spec = spec_of(options, program.dump(), store)
         with shown as output:

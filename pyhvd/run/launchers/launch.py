@@ -214,7 +214,7 @@ class Hosts:
             copies = make_files(job.output_filename, placed.size, name_of=argument_of)
             for file in (file for both in copies.values() for file in both.values()):
                 stack.callback(file.close)
-            shown = Output(job.stdout, job.stderr, job.prefix_output_with_timestamp, files=copies)
+            shown = Output(job.stdout, job.stderr, files=copies, timestamp=job.prefix_output_with_timestamp)
             with shown as output:
                 return self._serve(spec, placed, directory, output, self._kept)
 
@@ -229,7 +229,9 @@ class Hosts:
         selection = None if call.finds_hosts else _select(options, options.num_proc)
         most = options.elastic.max_np or options.num_proc or 1
         files = RankFiles(job.output_filename, most, argument_of)
-        shown = Output(job.stdout, job.stderr, job.prefix_output_with_timestamp, files=files.by_rank)
+        shown = Output(
+            job.stdout, job.stderr, files=files.by_rank, timestamp=job.prefix_output_with_timestamp
+        )
         with shown as output:
             return launch_elastic(options, selection, call.discovery, code, output, files)
 

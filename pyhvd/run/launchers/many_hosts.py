@@ -57,11 +57,13 @@ def run(options: Options, placed: JobHosts) -> int:
             say(f"pyhvd: {name}: {shlex.join(command)}")
     if options.dry_run:
         return 0
-    status = StatusLine(sys.stderr, is_terminal(sys.stderr))
+    status = StatusLine(sys.stderr, terminal=is_terminal(sys.stderr))
 
     def serve() -> None:
         files = make_files(options.output_filename, placed.size)
-        shown = Output(None, None, options.prefix_timestamp, False, files, options.ranks, status.end)
+        shown = Output(
+            files=files, ranks=options.ranks, before=status.end, timestamp=options.prefix_timestamp
+        )
         with shown as output:
             _drive(options, placed, output, status)
 

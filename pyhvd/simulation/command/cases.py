@@ -189,7 +189,7 @@ def ask(
         small[0] if small else job,
         sorted(found, key=lambda change: change.seconds),
         [*small, job] if by_hosts else [],
-        _lose(case, given, faults, elastic) if faults else None,
+        _lose(case, given, faults, elastic=elastic) if faults else None,
         len({fault.host for fault in faults}),
     )
 
@@ -200,7 +200,7 @@ def _powers(first: int) -> Iterator[int]:
         first *= 2
 
 
-def _lose(case: Case, step: float, faults: tuple[HostLost, ...], elastic: bool) -> Simulation:
+def _lose(case: Case, step: float, faults: tuple[HostLost, ...], *, elastic: bool) -> Simulation:
     """Simulate a job that trains until hosts are lost."""
     last = max(fault.at for fault in faults)
     steps = int(last / step) + 3

@@ -40,7 +40,7 @@ def deal(df: DataFrame, size: int) -> Selection:
     return replace(rows, df=rows.df.repartition(size))
 
 
-def collect_beside(rows: Selection, body: TaskBody, barrier: bool) -> list[tuple[int, bytes]]:
+def collect_beside(rows: Selection, body: TaskBody, *, barrier: bool) -> list[tuple[int, bytes]]:
     """Run a rank for each partition; return each rank and its pickled result."""
 
     def work(number: int, batches: Iterable[Any]) -> Iterator[Any]:
@@ -52,7 +52,7 @@ def collect_beside(rows: Selection, body: TaskBody, barrier: bool) -> list[tuple
             columns = [pa.array([rank], pa.int32()), pa.array([pickled], pa.binary())]
             yield pa.RecordBatch.from_arrays(columns, names=["rank", "result"])
 
-    results = rows.collect(work, "rank int, result binary", barrier)
+    results = rows.collect(work, "rank int, result binary", barrier=barrier)
     return [(row[0], bytes(row[1])) for row in results]
 
 
@@ -146,10 +146,10 @@ def partition(
     descriptor = os.environ.get(_VARIABLE)
     if descriptor is None:
         raise DataError("this rank has no partition: start it by pyhvd.spark.run(fn, df=...)")
-    return _share(SpilledPieces(int(descriptor), columns), equal_steps, plan)
+    return _share(SpilledPieces(int(descriptor), columns), plan, equal_steps=equal_steps)
 
 
-def _share(source: SpilledPieces, equal_steps: bool, plan: BatchPlan) -> Shard:
+def _share(source: SpilledPieces, plan: BatchPlan, *, equal_steps: bool) -> Shard:
     from pyhvd.api import topology
 
     rank = topology.rank()

@@ -79,8 +79,8 @@ def prepare(
     if compression not in _COMPRESSIONS:
         raise ValueError(f"compression={compression!r}: expected one of {', '.join(_COMPRESSIONS)}")
     folder = Folder(path, storage_options)
-    _refuse_others(folder, overwrite)
-    rows = _arrange(select(df, columns), shuffle, seed, num_files)
+    _refuse_others(folder, overwrite=overwrite)
+    rows = _arrange(select(df, columns), seed, num_files, shuffle=shuffle)
     return _carry_out(rows, PartWriter(folder, uuid.uuid4().hex[:12], rows_per_group, compression))
 
 
@@ -116,7 +116,7 @@ def _check(**counts: int | None) -> None:
             raise ValueError(f"{name}={value!r}: expected a number of 1 at least")
 
 
-def _refuse_others(folder: Folder, overwrite: bool) -> None:
+def _refuse_others(folder: Folder, *, overwrite: bool) -> None:
     """Raise DataError if the folder holds files that may not be removed."""
     names = folder.names()
     others = [name for name in names if name != manifest.NAME and not PART_NAME.fullmatch(name)]
@@ -129,7 +129,7 @@ def _refuse_others(folder: Folder, overwrite: bool) -> None:
         raise DataError(f"{folder.path} holds {what}: choose another folder, or overwrite=True")
 
 
-def _arrange(rows: Selection, shuffle: bool, seed: int, num_files: int | None) -> Selection:
+def _arrange(rows: Selection, seed: int, num_files: int | None, *, shuffle: bool) -> Selection:
     df = rows.df
     if shuffle:
         from pyspark.sql import functions

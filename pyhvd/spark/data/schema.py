@@ -31,7 +31,7 @@ class Selection:
     names: list[str]
 
     def collect(
-        self, work: Callable[[int, Iterable[Any]], Iterator[Any]], schema: str, barrier: bool = False
+        self, work: Callable[[int, Iterable[Any]], Iterator[Any]], schema: str, *, barrier: bool = False
     ) -> list[Any]:
         """Call `work` in each partition's task; return the rows that it yields.
 

@@ -210,11 +210,12 @@ def shard(
     ...         step(batch["pixels"], batch["label"])
     """
     plan = BatchPlan(batch_size, shuffle, seed, cache)
-    return _open(Folder(path, storage_options), *_rank_and_size(rank, size), columns, equal_steps, plan)
+    folder = Folder(path, storage_options)
+    return _open(folder, *_rank_and_size(rank, size), columns, plan, equal_steps=equal_steps)
 
 
 def _open(
-    folder: Folder, rank: int, size: int, columns: Sequence[str] | None, equal_steps: bool, plan: BatchPlan
+    folder: Folder, rank: int, size: int, columns: Sequence[str] | None, plan: BatchPlan, *, equal_steps: bool
 ) -> Shard:
     dataset = manifest.load(folder)
     chosen = dataset.choose(columns)

@@ -175,7 +175,7 @@ class Estimator(SparkEstimator):
             As :func:`pyhvd.spark.run`.
         """
         values = self._values()
-        check_metrics(values, validation_path is not None)
+        check_metrics(values, validating=validation_path is not None)
         if values["validation"] is not None:
             raise ValueError(
                 "validation splits a DataFrame: with prepared data, give validation_path instead"
@@ -202,7 +202,7 @@ class Estimator(SparkEstimator):
     def _fit(self, dataset: DataFrame) -> Model:
         values = self._values()
         validation = values["validation"]
-        check_metrics(values, validation is not None)
+        check_metrics(values, validating=validation is not None)
         current = self._run(values)
         paths = [current.data_path("train"), current.data_path("validation")]
         try:

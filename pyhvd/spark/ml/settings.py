@@ -40,7 +40,7 @@ def check(values: Mapping[str, Any]) -> None:
     trainer_of(values)
 
 
-def check_metrics(values: Mapping[str, Any], validating: bool) -> None:
+def check_metrics(values: Mapping[str, Any], *, validating: bool) -> None:
     """Raise ValueError if there are metrics, but no validation data to measure them on."""
     if values["metrics"] and not validating:
         raise ValueError("metrics are measured on validation data, and there are none: give validation")

@@ -77,9 +77,11 @@ class Training:
 
     def __init__(self, plan: FitPlan) -> None:
         self._plan = plan
-        self._train = self._open(plan.train_path, plan.shuffle, True)
+        self._train = self._open(plan.train_path, shuffle=plan.shuffle, equal_steps=True)
         self._validation = (
-            self._open(plan.validation_path, False, False) if plan.validation_path is not None else None
+            self._open(plan.validation_path, shuffle=False, equal_steps=False)
+            if plan.validation_path is not None
+            else None
         )
         saved: Checkpoint | None = plan.run.checkpoint() if hvd.rank() == 0 else None
         saved = hvd.broadcast_object(saved, name="checkpoint")
@@ -161,7 +163,7 @@ class Training:
         """Return a batch of this rank's rows."""
         return next(self.batches(0))
 
-    def _open(self, path: str, shuffle: bool, equal_steps: bool) -> Shard:
+    def _open(self, path: str, *, shuffle: bool, equal_steps: bool) -> Shard:
         plan = self._plan
         return shard(
             path,

@@ -75,9 +75,9 @@ def _measure_pair(world: World, config: Config, pair: tuple[int, int], tag: int)
         pair,
         world.open_window,
         LinkOptions(interfaces, _CONNECT_S, ports=port_range(config.link_ports)),
-        False,
         Pieces(config.chunk_size, config.staging_size),
         config.chunk_size,
+        agreement=False,
     )
     fabric = backend.fabric
     try:

@@ -81,7 +81,7 @@ def measure(say: Callable[[str], None]) -> TrialFacts:
         os.environ["PYHVD_FAST_LANE"] = knob
         say(f"init() over {name}")
         hvd.init()
-        if knob == "0" or _has_lane(several):
+        if knob == "0" or _has_lane(several=several):
             say(f"latency over {name}")
             latency = _latency()
             say(f"bandwidth over {name}")
@@ -189,7 +189,7 @@ def _measure_links(comm: MPI.Intracomm, say: Callable[[str], None]) -> list[Link
     return sorted((each for links in comm.allgather(found) for each in links), key=lambda link: link.ranks)
 
 
-def _has_lane(several: bool) -> bool:
+def _has_lane(*, several: bool) -> bool:
     from pyhvd.engine import context
 
     fast_path = context.current().fast_path

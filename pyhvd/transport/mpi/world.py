@@ -41,13 +41,13 @@ def start_mpi() -> None:
     if MPI.Is_initialized():
         return
     level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
-    launcher_hooks.tell_mpi_init(True)
+    launcher_hooks.before_mpi_init()
     MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
-    launcher_hooks.tell_mpi_init(False)
+    launcher_hooks.after_mpi_init()
     ending.end_at_exit()
 
 
-def mpi_world(comm: object, owned: bool = False) -> World:
+def mpi_world(comm: object, *, owned: bool = False) -> World:
     """Return the world of an mpi4py communicator, which is duplicated unless ``owned``.
 
     Raises

@@ -38,7 +38,7 @@ class PipePair:
         """Return the descriptor for selectors."""
         return self._events.fileno()
 
-    def setblocking(self, flag: bool) -> None:
+    def setblocking(self, flag: bool) -> None:  # noqa: FBT001 - as a socket's
         """Choose whether calls block."""
         os.set_blocking(self._reader, flag)
         os.set_blocking(self.writer, flag)
@@ -48,12 +48,12 @@ class PipePair:
         try:
             sent = os.write(self.writer, data)
         except BlockingIOError:
-            self._wait(True)
+            self._wait(wanted=True)
             raise
         except OSError:
-            self._wait(False)
+            self._wait(wanted=False)
             raise
-        self._wait(False)
+        self._wait(wanted=False)
         return sent
 
     def recv(self, size: int) -> bytes:
@@ -62,7 +62,7 @@ class PipePair:
 
     def close(self) -> None:
         """Close both pipes."""
-        self._wait(False)
+        self._wait(wanted=False)
         if self.writer >= 0:
             os.close(self.writer)
             self.writer = -1
@@ -71,7 +71,7 @@ class PipePair:
             self._reader = -1
             self._events.close()
 
-    def _wait(self, wanted: bool) -> None:
+    def _wait(self, *, wanted: bool) -> None:
         if wanted == self._waits:
             return
         self._waits = wanted

@@ -82,7 +82,7 @@ def test_where_nothing_comes_again_batches_are_counted() -> None:
 
 
 def test_what_the_slow_lane_carries_out_is_counted_by_name() -> None:
-    tuner = make_tuner(Config(autotune_steps_per_sample=2, autotune_warmup_samples=0), 2, True, None)
+    tuner = make_tuner(Config(autotune_steps_per_sample=2, autotune_warmup_samples=0), 2, None, windowed=True)
     assert tuner is not None
     tuner.count(batch_of("a", "b"))
     assert tuner.look() is None
@@ -101,7 +101,7 @@ def test_what_the_slow_lane_carries_out_is_counted_by_name() -> None:
 
 
 def test_a_change_is_in_force_before_anything_is_measured_with_it() -> None:
-    tuner = make_tuner(Config(autotune_steps_per_sample=1, autotune_warmup_samples=0), 2, True, None)
+    tuner = make_tuner(Config(autotune_steps_per_sample=1, autotune_warmup_samples=0), 2, None, windowed=True)
     assert tuner is not None
     changes = 0
     for _ in range(2 * most_samples(0)):
@@ -125,7 +125,7 @@ def test_a_change_is_in_force_before_anything_is_measured_with_it() -> None:
 @pytest.mark.parametrize(("windowed", "still"), [(True, "staging_size"), (False, "chunk_size")])
 def test_what_is_given_or_does_not_matter_is_held(windowed: bool, still: str) -> None:
     config = Config.from_env({"PYHVD_CYCLE_TIME": "1"}, autotune=True)[0]
-    tuner = make_tuner(config, 2, windowed, None)
+    tuner = make_tuner(config, 2, None, windowed=windowed)
     assert tuner is not None
     tried = {knob: set() for knob in LADDERS}  # type: dict[str, set[float]]
     tuning = DEFAULTS
@@ -144,8 +144,10 @@ def test_what_is_given_or_does_not_matter_is_held(windowed: bool, still: str) ->
 def test_nothing_to_tune(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pyhvd")
     knobs = dict.fromkeys(("fusion_threshold", "cycle_time_ms", "chunk_size"), 0)
-    assert make_tuner(Config.from_env({}, **{**knobs, "chunk_size": 1 << 18})[0], 2, True, None) is None
-    assert make_tuner(Config(), 1, True, None) is None
+    assert (
+        make_tuner(Config.from_env({}, **{**knobs, "chunk_size": 1 << 18})[0], 2, None, windowed=True) is None
+    )
+    assert make_tuner(Config(), 1, None, windowed=True) is None
     assert [record.message for record in caplog.records] == [
         "autotune: nothing to tune: every knob was given",
         "autotune: nothing to tune: one rank",
@@ -159,7 +161,7 @@ def test_the_log_has_a_line_for_each_sample(tmp_path: Path, caplog: pytest.LogCa
     log = open_log(config, 0)
     assert log is not None
     assert path.read_text() == ",".join(COLUMNS) + "\n", "it can be read from the start"
-    tuner = make_tuner(config, 2, True, log)
+    tuner = make_tuner(config, 2, log, windowed=True)
     assert tuner is not None
     samples = 0
     while not tuner.done:

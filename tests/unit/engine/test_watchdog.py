@@ -18,12 +18,12 @@ PLACES = [ProcessPlace("node", 100 + rank, "n") for rank in range(4)]
 
 def test_only_what_waits_without_progress_counts() -> None:
     timer = ProgressTimer()
-    assert timer.look(True, 1, 10.0) == 0.0
-    assert timer.look(True, 1, 13.0) == 3.0
-    assert timer.look(True, 2, 14.0) == 0.0
-    assert timer.look(True, 2, 15.0) == 1.0
-    assert timer.look(False, 2, 99.0) == 0.0
-    assert timer.look(True, 2, 100.0) == 0.0
+    assert timer.look(1, 10.0, waiting=True) == 0.0
+    assert timer.look(1, 13.0, waiting=True) == 3.0
+    assert timer.look(2, 14.0, waiting=True) == 0.0
+    assert timer.look(2, 15.0, waiting=True) == 1.0
+    assert timer.look(2, 99.0, waiting=False) == 0.0
+    assert timer.look(2, 100.0, waiting=True) == 0.0
 
 
 @given(looks=st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.floats(0, 9)), min_size=1, max_size=30))
@@ -35,12 +35,12 @@ def test_it_is_never_longer_than_since_the_last_change(looks: list[tuple[bool, i
         if not waiting or before != (True, progress):
             changed = now
         before = (waiting, progress)
-        assert timer.look(waiting, progress, now) == now - changed
+        assert timer.look(progress, now, waiting=waiting) == now - changed
 
 
 def test_a_time_in_which_nobody_looked_does_not_count() -> None:
     timer = ProgressTimer(longest=2.0)
-    passed = [timer.look(True, 0, now) for now in (100.0, 101.0, 102.0, 500.0, 501.0)]
+    passed = [timer.look(0, now, waiting=True) for now in (100.0, 101.0, 102.0, 500.0, 501.0)]
     assert passed == [0.0, 1.0, 2.0, 4.0, 5.0]
 
 

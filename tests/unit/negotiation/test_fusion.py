@@ -174,7 +174,7 @@ def numbered(responses: list[Response]) -> list[Response]:
 @given(responses=st.lists(any_response, max_size=25), threshold=st.integers(0, 300), alone=st.booleans())
 def test_any_plan(responses: list[Response], threshold: int, alone: bool) -> None:
     given_ = numbered(responses)
-    batches = plan(given_, threshold, alone)
+    batches = plan(given_, threshold, groups_alone=alone)
     flat = [r for batch in batches for r in batch]
     assert sorted(flat, key=lambda r: r.request.name) == given_, "every response exactly once"
     order = [r.request.name for r in flat]
@@ -232,6 +232,6 @@ def test_two_ranks_plan_alike(
             if r.process_set in mine | {0} and (r.error is None or (told >> i & 1) == rank)
         ]
         common = (sets[0] & sets[1]) | {0}
-        batches = plan(own, threshold, alone)
+        batches = plan(own, threshold, groups_alone=alone)
         seen.append([b for b in batches if b[0].process_set in common and b[0].error is None])
     assert seen[0] == seen[1]

@@ -79,7 +79,7 @@ def test_a_snapshot_has_what_both_lanes_counted() -> None:
     meter.carried_out(now)
     meter.waited(now)
     meter.failed("MismatchError")
-    meter.stalled(3, warned=True)
+    meter.stalled(3, reports=1)
     seen = meter.snapshot()
     assert seen.tensors == {"allreduce": {"fast": 4, "window": 2}, "broadcast": {"window": 1}}
     assert seen.bytes == {"allreduce": {"fast": 24, "window": 128}, "broadcast": {"window": 7}}

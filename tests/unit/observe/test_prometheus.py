@@ -40,7 +40,7 @@ def meter() -> Meter:
     meter.carried_out(now)
     meter.waited(now)
     meter.failed("StallError")
-    meter.stalled(2, warned=True)
+    meter.stalled(2, reports=1)
     return meter
 
 

@@ -135,7 +135,7 @@ def test_all_ranks_carry_out_the_same_batches() -> None:
             yield Wait()
             yield StepEnd()
 
-    world, *_ = assemble(3, 3, program, Network(jitter=1e-3), seed=4, cpu=CPU_S)
+    world = assemble(3, 3, program, Network(jitter=1e-3), seed=4, cpu=CPU_S)
     assert not world.run(100.0)
     assert all(rank.done for rank in world.ranks)
     assert world.ranks[0].carried_out

@@ -35,7 +35,7 @@ def hanging(missing: Sequence[int], tensors: Sequence[Tensor] = TENSORS) -> Prog
 
 
 def make_world(hosts: int, local_ranks: int, program: Program) -> SimulatedWorld:
-    world, *_ = assemble(hosts, local_ranks, program, cpu=1e-5)
+    world = assemble(hosts, local_ranks, program, cpu=1e-5)
     world.run(0.0)
     return world
 

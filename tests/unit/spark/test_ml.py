@@ -108,9 +108,9 @@ def test_wrong_arguments_are_named(changed: dict[str, Any], text: str) -> None:
 
 def test_metrics_need_data_to_be_measured_on() -> None:
     some = values(metrics={"accuracy": lambda outputs, labels: 0.0})
-    settings.check_metrics(some, True)
+    settings.check_metrics(some, validating=True)
     with pytest.raises(ValueError, match="metrics are measured on validation data"):
-        settings.check_metrics(some, False)
+        settings.check_metrics(some, validating=False)
 
 
 @pytest.mark.parametrize("name", ["Estimator", "Model"])

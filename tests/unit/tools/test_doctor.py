@@ -407,29 +407,29 @@ VERSIONS = {"numpy": "2.4.6", "torch": ""}
 
 
 def test_check_build_in_horovods_form() -> None:
-    text = describe_build(GOOD.mpi, WITH_CUPY, VERSIONS, False, HorovodName())
+    text = describe_build(GOOD.mpi, WITH_CUPY, VERSIONS, HorovodName(), verbose=False)
     assert text.replace(__version__, "VERSION") == BUILD
 
 
 def test_check_build_says_why() -> None:
-    text = describe_build(GOOD.mpi, WITH_CUPY, VERSIONS, True, HorovodName())
+    text = describe_build(GOOD.mpi, WITH_CUPY, VERSIONS, HorovodName(), verbose=True)
     assert "[X] numpy  (2.4.6)" in text
     assert "[X] cupy  (13.6)" in text
     assert "[ ] NCCL  (CuPy finds none)" in text
     assert "[ ] torch  (not installed)" in text
     assert "MPICH 5.0.2 (system, /l/libmpi.so)" in text
     more = {"numpy": "2.4.6", "torch": "2.9"}
-    text = describe_build(GOOD.mpi, replace(WITH_CUPY, nccl="2.23.4"), more, True, HorovodName())
+    text = describe_build(GOOD.mpi, replace(WITH_CUPY, nccl="2.23.4"), more, HorovodName(), verbose=True)
     assert "[X] NCCL  (2.23.4)" in text
     assert "[X] torch  (2.9: CPU tensors, and by CuPy CUDA tensors, neither with a copy)" in text
     broken = CudaFacts(errors={"CuPy": "cannot be imported: no libcudart.so"})
-    text = describe_build(GOOD.mpi, broken, VERSIONS, True, HorovodName())
+    text = describe_build(GOOD.mpi, broken, VERSIONS, HorovodName(), verbose=True)
     assert "[ ] cupy  (cannot be imported: no libcudart.so)" in text
 
 
 def test_check_build_without_mpi() -> None:
     mpi = MpiFacts(error="importing mpi4py failed (no module)")
-    text = describe_build(mpi, WITH_CUPY, VERSIONS, False, HorovodName())
+    text = describe_build(mpi, WITH_CUPY, VERSIONS, HorovodName(), verbose=False)
     assert "[ ] MPI" in text
     assert "[X] MPI" not in text
     assert "mpi4py not found" in text

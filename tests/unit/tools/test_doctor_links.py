@@ -73,6 +73,6 @@ def test_many_hosts_meet_some_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_links_there_is_a_warning_and_no_measurement(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pyhvd.transport.hosts.open_links", lambda *_: NoLinks("a wall"))
+    monkeypatch.setattr("pyhvd.transport.hosts.open_links", lambda *_, **__: NoLinks("a wall"))
     assert _measure([0, 1], Config()) == [[], []]
     assert "so they use MPI: a wall" in caplog.text

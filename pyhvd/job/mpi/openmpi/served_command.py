@@ -10,7 +10,7 @@ from pyhvd.job.messages import FromProgram
 from pyhvd.job.mpi.openmpi.local_server import LocalServer
 from pyhvd.job.mpi.openmpi.settings import short_temporary_directory
 from pyhvd.job.process.private_folder import PrivateFolder
-from pyhvd.job.process.supervised import SupervisedProcess
+from pyhvd.job.process.supervised import GuardianCommand, SupervisedProcess
 from pyhvd.transport.tcp.connection import Connection
 
 # How long the guardian may take beyond the grace of its command.
@@ -61,15 +61,13 @@ class ServedCommand(SupervisedProcess):
             undo.callback(self._folder.close)
             self.server = LocalServer(path, on_message)
             undo.callback(self.server.close)
-            super().__init__(
+            guardian = GuardianCommand(
                 "pyhvd.job.process.command_main",
                 [str(grace), path, command],
                 {**env, **self.server.variables, "TMPDIR": path},
-                lambda _, data: on_output(data),
-                on_end,
-                kill_s=grace + _KILL_S,
                 flags=("-P",),  # the guardian must not import what the working directory has
             )
+            super().__init__(guardian, lambda _, data: on_output(data), on_end, kill_s=grace + _KILL_S)
             undo.pop_all()
 
     def register(self, selector: selectors.BaseSelector) -> None:

@@ -18,7 +18,7 @@ from pyhvd.job.messages import Start
 from pyhvd.job.mpi.openmpi.daemon import daemon_environment
 from pyhvd.job.process.exit_report import LOST
 from pyhvd.job.process.segments import remove_of_world
-from pyhvd.job.process.supervised import SupervisedProcess
+from pyhvd.job.process.supervised import GuardianCommand, SupervisedProcess
 from tests.spark_services import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -75,9 +75,7 @@ def test_a_guardian_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: P
 def test_a_guardian_that_does_not_end_takes_nothing_from_the_rank() -> None:
     ended: list[int | None] = []
     guarded = SupervisedProcess(
-        "tests.slow_guardian",
-        [],
-        dict(os.environ),
+        GuardianCommand("tests.slow_guardian", [], dict(os.environ)),
         lambda *_: None,
         lambda: ended.append(guarded.code),
         kill_s=0.2,

@@ -131,7 +131,7 @@ def test_an_error_stands_alone(terminal: tuple[int, int], tmp_path: Path) -> Non
 def test_lines_of_the_launcher_stay_above(terminal: tuple[int, int]) -> None:
     reader, writer = terminal
     with open(writer, "w", closefd=False) as file:
-        status = StatusLine(file, True)
+        status = StatusLine(file, terminal=True)
         status.show("one")
         status.show("one")
         status.clear()
@@ -147,7 +147,7 @@ def test_lines_of_the_launcher_stay_above(terminal: tuple[int, int]) -> None:
 def test_a_terminal_that_is_stopped_blocks_nobody(terminal: tuple[int, int]) -> None:
     reader, writer = terminal
     with open(writer, "w", closefd=False) as file:
-        status = StatusLine(file, True)
+        status = StatusLine(file, terminal=True)
         status.show("one")
         termios.tcflow(writer, termios.TCOOFF)
         status.show("lost")

@@ -44,7 +44,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     package = ModuleType("mpi4py")
     package.__path__ = []
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.setattr(launcher_hooks, "tell_mpi_init", bool)
+    monkeypatch.setattr(launcher_hooks, "before_mpi_init", bool)
+    monkeypatch.setattr(launcher_hooks, "after_mpi_init", bool)
     monkeypatch.setattr(imports, "take_over", bool)
     for name in ("mpi4py", "mpi4py.MPI"):
         monkeypatch.setitem(sys.modules, name, package)
@@ -61,7 +62,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def import_watched(launcher: str = MPICH, size: int = 2) -> tuple[ModuleType, list[str | bool]]:
     """Import ``mpi4py.MPI`` as a rank of a job; return the module and what the supervisor is told."""
     told: list[str | bool] = []
-    watch_mpi_import(RankEnv(launcher, 0, size, 0, size), told.append, lambda _: ALONE, told.append)
+    rank_env = RankEnv(launcher, 0, size, 0, size)
+    moments = (lambda: told.append(True), lambda: told.append(False))
+    watch_mpi_import(rank_env, told.append, lambda _: ALONE, *moments)
     try:
         return importlib.import_module("mpi4py.MPI"), told
     except ImportError as exc:
@@ -91,10 +94,10 @@ def test_a_world_that_pyhvd_initializes_is_judged_then(
     install(file, MODULE.format(size=1))
     _, heard = import_watched()
     assert heard == []
-    launcher_hooks.tell_mpi_init(True)
+    launcher_hooks.before_mpi_init()
     assert heard == told
     with pytest.raises(SystemExit, match=ALONE):
-        launcher_hooks.tell_mpi_init(False)
+        launcher_hooks.after_mpi_init()
     assert heard == [*told, False, ""][: 2 * len(told)]
 
 
