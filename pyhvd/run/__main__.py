@@ -92,12 +92,12 @@ def _launch(options: Options) -> int:
 def _launch_on_hosts(options: Options) -> int:
     """Start the ranks on the hosts that the user or the cluster gives; return the exit code."""
     from pyhvd.run.hosts.clusters.results import Surroundings
-    from pyhvd.run.hosts.clusters.torchrun import explain_refusal
+    from pyhvd.run.hosts.clusters.small import explain_torchrun
     from pyhvd.run.hosts.hosts import HostsError
     from pyhvd.run.hosts.own_host import find_own
     from pyhvd.run.hosts.selection import read_file, select
 
-    refusal = explain_refusal(os.environ)
+    refusal = explain_torchrun(os.environ)
     if refusal is not None:
         usage_error(refusal)
     try:
