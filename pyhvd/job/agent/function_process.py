@@ -17,9 +17,7 @@ from pyhvd.job.agent.rank_process import RankEvents, RankProcess
 from pyhvd.job.commits.vault import Vault
 from pyhvd.job.messages import Start
 from pyhvd.job.rank.pickles import dump_functions
-from pyhvd.job.rank.rank import LENGTH, PATHS, RESULT
-
-_HEAD = len(RESULT) + LENGTH.size
+from pyhvd.job.rank.rank import LENGTH, PATHS
 
 
 def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: Iterable[str]) -> bytes:
@@ -63,7 +61,6 @@ class FunctionProcess(RankProcess):
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self._program, call = split_call(code)
-        self._left: int | None = None  # bytes of the result that have not come; None before it begins
         self._result_held = False
         super().__init__(
             start,
@@ -78,7 +75,7 @@ class FunctionProcess(RankProcess):
 
     def hold_result(self, held: bool) -> None:
         """See :meth:`RankProcess.hold_result`."""
-        held = held and bool(self._left)
+        held = held and bool(self._line.left)
         if held == self._result_held:
             return
         self._result_held = held
@@ -90,18 +87,8 @@ class FunctionProcess(RankProcess):
     def _environment(self, start: Start) -> dict[str, str]:
         return program_environment(os.environ, self._program, start)
 
-    def _take_answer(self) -> None:
-        if self._left is None and self._answer[:1] == RESULT and len(self._answer) >= _HEAD:
-            (self._left,) = LENGTH.unpack_from(self._answer, len(RESULT))
-            del self._answer[:_HEAD]
-        if self._left is None:
-            super()._take_answer()
-            return
-        with memoryview(self._answer) as view:
-            part = bytes(view[: self._left])
-        del self._answer[: len(part)]
-        self._left -= len(part)
+    def _take_result(self, part: bytes) -> None:
         if part:
             self._events.on_result(part)
-        if not self._left:
+        if not self._line.left:
             self.result = b""

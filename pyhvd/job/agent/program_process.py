@@ -1,7 +1,6 @@
 """A rank's process that runs a program, as the agent of its host sees it.
 
-The rank writes lines to its control socket, an :class:`~pyhvd.job.process.exit_report.ExitReport` each. The
-agent sends it the program's arguments first.
+The agent sends it the program's arguments first.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,10 +21,8 @@ from pyhvd.job.agent.rank_process import RankEvents, RankProcess, pmi_variables
 from pyhvd.job.commits.vault import Vault
 from pyhvd.job.messages import Failed, Start
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
-from pyhvd.job.process.exit_report import ENTERING, EXIT, TENTATIVE, UP, ExitReport, describe_unreported
-
-# After reporting a failure, a rank has this long for its exit handlers.
-_EXIT_HANDLERS_S = 0.5
+from pyhvd.job.process.exit_report import EXIT, ExitReport, describe_unreported
+from pyhvd.job.process.rank_line import EXIT_HANDLERS_S
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -143,8 +139,6 @@ class ProgramProcess(RankProcess):
         self._size = start.size
         self._report: ExitReport | None = None
         self._leave_at = math.inf
-        self._tentative = ""
-        self._up = False  # whether pyhvd is up in the rank
         try:
             super().__init__(
                 start,
@@ -190,30 +184,19 @@ class ProgramProcess(RankProcess):
     def _environment(self, start: Start) -> dict[str, str]:
         return program_environment(os.environ, self._program, start)
 
-    def _take_answer(self) -> None:
-        *lines, rest = bytes(self._answer).split(b"\n")
-        self._answer[:] = rest
-        for report in map(ExitReport.load, lines):
-            if report.kind == TENTATIVE:
-                self._tentative = report.text
-            elif report.kind == UP:
-                self._up = bool(report.code)
-            elif report.kind == ENTERING:
-                if report.code:
-                    self._events.on_enter()
-            elif self._report is None:
-                self._report = replace(report, titled=True)
-                self._leave_at = time.monotonic() + _EXIT_HANDLERS_S
+    def _take_report(self, report: ExitReport, exception: bytes) -> None:  # noqa: ARG002 - it is shown
+        self._report = report
+        self._leave_at = time.monotonic() + EXIT_HANDLERS_S
 
     def _failure_by_exit(self) -> Failed | None:
         if self._report is not None:
             return Failed(self._report)
         if self.code is None:
             return super()._failure_by_exit()
-        if self.code == 0 and not self._up:
+        if self.code == 0 and not self._line.up:
             self.result = b""
             return None
-        kind, code, text = describe_unreported(self.code, self._tentative)
+        kind, code, text = describe_unreported(self.code, self._line.tentative)
         who = f"rank {self._rank} of {self._size} on host {socket.gethostname()} (pid {self.pid})"
         report = ExitReport(self._rank, kind, code, f"pyhvd: {who} {text}", titled=True)
         return Failed(report, silent=kind == EXIT and self.code != 0)

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyhvd.job.messages import Failed, Start, decode_from_agent
+from pyhvd.job.messages import Failed, Start
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import own_environment
 from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL, ExitReport
+from pyhvd.job.process.rank_line import RankLine
 from pyhvd.job.process.signals import describe_exit, shell_code
 from pyhvd.job.process.supervised import SupervisedProcess, read_some
-from pyhvd.job.rank.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
-from pyhvd.transport.tcp.session import ChannelError
+from pyhvd.job.rank.rank import LENGTH
 
 _CHUNK = 1 << 16
 _GUARDIAN, _RANK = "pyhvd.job.process.guardian", "pyhvd.job.rank.rank"
@@ -118,7 +118,8 @@ class RankProcess(SupervisedProcess):
         self._rank = start.rank
         self._events = events
         self._to_rank = memoryview(b"".join((LENGTH.pack(len(code)), code)))
-        self._answer = bytearray()
+        self._line = RankLine(self._take_entering, self._take_report, self._take_result)
+        self._result = bytearray()
         self._pmi_line = b""
         self._control, control = socket.socketpair()
         self._pmi, pmi = socket.socketpair()
@@ -201,32 +202,22 @@ class RankProcess(SupervisedProcess):
         """Receive what the rank has sent; return whether there may be more."""
         data = read_some(self._control.fileno(), _ANSWER_CHUNK)
         if data:
-            self._answer += data
-            self._take_answer()
+            self._line.feed(data)
         elif data is not None:
             self._forget(self._control)
         return bool(data)
 
-    def _take_answer(self) -> None:
-        head = 1 + LENGTH.size
-        if len(self._answer) < head:
-            return
-        kind = bytes(self._answer[:1])
-        (length,) = LENGTH.unpack_from(self._answer, 1)
-        if len(self._answer) < head + length:
-            return
-        payload = bytes(self._answer[head : head + length])
-        del self._answer[: head + length]
-        if kind == ENTERING_INIT:
+    def _take_entering(self, begins: bool) -> None:
+        if begins:
             self._events.on_enter()
-            self._take_answer()
-        elif kind == RESULT:
-            self.result = payload
-        elif kind == FAILURE:
-            failed = decode_from_agent(payload)
-            if not isinstance(failed, Failed):
-                raise ChannelError("the rank sent an invalid failure")
-            self.failure = failed
+
+    def _take_report(self, report: ExitReport, exception: bytes) -> None:
+        self.failure = Failed(report, exception=exception)
+
+    def _take_result(self, part: bytes) -> None:
+        self._result += part
+        if not self._line.left:
+            self.result = bytes(self._result)
 
     def _read_pmi(self) -> None:
         data = read_some(self._pmi.fileno())
