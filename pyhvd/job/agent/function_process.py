@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pyhvd.job.agent.program_process import Program, program_environment
-from pyhvd.job.agent.rank_process import RankEvents, RankProcess
-from pyhvd.job.commits.vault import Vault
+from pyhvd.job.agent.rank_process import Program, RankEvents, RankProcess
 from pyhvd.job.messages import Start
 from pyhvd.job.rank.pickles import dump_functions
 from pyhvd.job.rank.rank import LENGTH, PATHS
@@ -49,7 +47,7 @@ def split_call(code: bytes) -> tuple[Program, memoryview]:
 class FunctionProcess(RankProcess):
     """A rank's process that runs a function; `code` is of :func:`dump_call`. See :class:`RankProcess`.
 
-    In an elastic job the rank commits to `vault`, and `popen` may fork it from a zygote.
+    In an elastic job `files` are those of the vault, and `popen` may fork the rank from a zygote.
     """
 
     def __init__(
@@ -57,21 +55,12 @@ class FunctionProcess(RankProcess):
         start: Start,
         code: bytes,
         events: RankEvents,
-        vault: Vault | None = None,
+        files: Mapping[str, int] = {},
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
-        self._program, call = split_call(code)
+        program, call = split_call(code)
         self._result_held = False
-        super().__init__(
-            start,
-            call,
-            events,
-            files={} if vault is None else vault.files,
-            module=self._program.module,
-            flags=("-P",),  # the guardian must not import what the directory has
-            directory=self._program.directory,
-            popen=popen,
-        )
+        super().__init__(start, call, events, files, program=program, popen=popen)
 
     def hold_result(self, held: bool) -> None:
         """See :meth:`RankProcess.hold_result`."""
@@ -83,9 +72,6 @@ class FunctionProcess(RankProcess):
             self._forget(self._control)
         else:
             self._selector.register(self._control, selectors.EVENT_READ, self._talk)
-
-    def _environment(self, start: Start) -> dict[str, str]:
-        return program_environment(os.environ, self._program, start)
 
     def _take_result(self, part: bytes) -> None:
         if part:

@@ -17,51 +17,10 @@ from typing import Any
 
 import msgspec
 
-from pyhvd.job.agent.rank_process import RankEvents, RankProcess, pmi_variables
-from pyhvd.job.commits.vault import Vault
+from pyhvd.job.agent.rank_process import Program, RankEvents, RankProcess
 from pyhvd.job.messages import Failed, Start
-from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.exit_report import EXIT, ExitReport, describe_unreported
 from pyhvd.job.process.rank_line import EXIT_HANDLERS_S
-
-
-class Program(msgspec.Struct, frozen=True):
-    """What all ranks of a job run; the driver sends it as the job's code.
-
-    Attributes
-    ----------
-    module : str
-        The guardian's program, which runs the arguments in the rank.
-    arguments : list of str
-        A script, ``-m module`` or ``-c code``, with its arguments.
-    directory : str
-        Where the ranks run.
-    env : list of (bytes, bytes)
-        Variables that replace those of the hosts; they may be no UTF-8.
-    preload : list of str
-        Modules that a zygote imports besides those at the program's top.
-    """
-
-    module: str
-    arguments: list[str]
-    directory: str
-    env: list[tuple[bytes, bytes]]
-    preload: list[str] = []
-
-    def dump(self) -> bytes:
-        """Return the program as bytes."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def load(cls, data: bytes) -> Program:
-        """Return the program that :meth:`dump` wrote; raise ValueError if it is none."""
-        return msgspec.msgpack.decode(data, type=cls)
-
-
-def program_environment(environ: Mapping[str, str], program: Program, start: Start) -> dict[str, str]:
-    """Return a rank's environment: the job's defaults, the host's, the program's, then the rank's own."""
-    given = {os.fsdecode(name): os.fsdecode(value) for name, value in program.env}
-    return start.defaults | without(environ, *OF_RANKS) | given | start.env | pmi_variables(start)
 
 
 class _Stdin:
@@ -123,7 +82,7 @@ class _Stdin:
 class ProgramProcess(RankProcess):
     """A rank's process that runs a program; `code` is a :class:`Program`. See :class:`RankProcess`.
 
-    In an elastic job the rank commits to `vault`, and `popen` may fork it from a zygote.
+    In an elastic job `files` are those of the vault, and `popen` may fork the rank from a zygote.
     """
 
     def __init__(
@@ -131,26 +90,18 @@ class ProgramProcess(RankProcess):
         start: Start,
         code: bytes,
         events: RankEvents,
-        vault: Vault | None = None,
+        files: Mapping[str, int] = {},
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self._stdin = _Stdin(events.on_taken) if start.rank == 0 else None
-        self._program = Program.load(code)
         self._size = start.size
         self._report: ExitReport | None = None
         self._leave_at = math.inf
+        program = Program.load(code)
+        stdin = subprocess.DEVNULL if self._stdin is None else self._stdin.reader
         try:
-            super().__init__(
-                start,
-                msgspec.msgpack.encode(self._program.arguments),
-                events,
-                files={} if vault is None else vault.files,
-                module=self._program.module,
-                flags=("-P",),  # the guardian must not import what the directory has
-                directory=self._program.directory,
-                stdin=subprocess.DEVNULL if self._stdin is None else self._stdin.reader,
-                popen=popen,
-            )
+            arguments = msgspec.msgpack.encode(program.arguments)
+            super().__init__(start, arguments, events, files, program=program, stdin=stdin, popen=popen)
         except (OSError, ValueError):
             if self._stdin is not None:
                 self._stdin.close()
@@ -180,9 +131,6 @@ class ProgramProcess(RankProcess):
         """Let a failed rank run its exit handlers, but not for long."""
         if now > self._leave_at and self._report is not None and self.failure is None:
             self.failure = Failed(self._report)
-
-    def _environment(self, start: Start) -> dict[str, str]:
-        return program_environment(os.environ, self._program, start)
 
     def _take_report(self, report: ExitReport, exception: bytes) -> None:  # noqa: ARG002 - it is shown
         self._report = report

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pyhvd.job.agent.host_facts import gather
-from pyhvd.job.agent.program_process import Program
+from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.commits.store import CommitStore, StoreError, open_folder
 from pyhvd.job.driver.agent_command import AgentCommand, AgentProcess
 from pyhvd.job.driver.agent_source import Checked, HostSlots

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from pyhvd.job.agent.host_facts import gather
-from pyhvd.job.agent.program_process import Program
+from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, Terminal
 from pyhvd.job.driver.generation_driver import GenerationDriver
