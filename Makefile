@@ -200,7 +200,7 @@ simulate: .venv/.bench ## what grows with the number of ranks: simulated jobs of
 # ---- the files that a call enters
 
 .PHONY: walk
-walk: dev spark ## the files that an allreduce and pyhvd.spark.run enter, in order (ARGS="--only remembered", "--check")
+walk: dev spark ## the files that calls and jobs enter, in order; with torch if test-torch has installed it (ARGS="--only hosts", "--check")
 	.venv/bin/python scripts/walk.py $(ARGS)
 
 # ---- the documentation

@@ -1,8 +1,9 @@
-"""Print the files of pyhvd that one call enters, in order, on each thread.
+"""Print the files of pyhvd that one call or one job enters, in order, on each thread.
 
-The walks: a first allreduce (a name never seen) over MPI, and the same through shared memory; a remembered
-one (the fast path); these on 2 ranks under mpiexec, seen on rank 0; and one pyhvd.spark.run on 2 ranks of a
-local-cluster.
+The walks on 2 ranks under mpiexec, seen on rank 0: a first allreduce (a name never seen) over MPI, and the
+same through shared memory; a remembered one (the fast path); a first and a later step with torch. The walks
+of all processes: pyhvd.spark.run on 2 ranks of a local-cluster; pyhvdrun on 2 hosts (this one under two
+names); and an elastic pyhvdrun on this host, one of whose 2 ranks dies once.
 
 Terms
   body     a .py, .pyx, .pxi or .c file below pyhvd/; .h and .pxd files are headers, part of what uses them
@@ -22,9 +23,16 @@ Counts
   spark            bodies visited on the driver, in one task, its guardian and its rank, taken together, from
                    the call to its result; without C, and without what the user's function calls: init()
                    on the ranks is not counted, its PMI on the driver and in the task is
+  hosts            bodies visited on the driver, and in all agents, guardians and ranks, taken together, from
+                   the start of pyhvdrun to its end; without C, and without what the program calls
+  restart          the same, and in the zygote, for the elastic job: its program commits a step, and rank 1 of
+                   the first generation kills itself then
+  torch_first      Python bodies visited on rank 0, all threads, without C and Cython, during backward() and
+                   step() of a new DistributedOptimizer, through shared memory
+  torch_later      the same after 20 steps
 
-An allreduce is walked several times, and the most frequent pair of counts is shown, as threads may overtake
-each other. C is built apart, under build/walk, with -finstrument-functions.
+What runs under mpiexec is walked several times, and the most frequent counts are shown, as threads may
+overtake each other. C is built apart, under build/walk, with -finstrument-functions.
 
   python scripts/walk.py --only remembered --json build/walk.json
 """
@@ -52,14 +60,36 @@ QUEUE = "queue.py"
 LIMIT_S = 150.0
 MOST_LINES = 48
 FINALIZERS = ("__del__", "__dealloc__")
+HOST = "env PYHVD_HOST_SALT={host} sh -c {command}"
+"""Starts an agent on this host, as if it were another host."""
 
-KINDS = ["first", "first_shared", "remembered", "spark"]
+JOBS = {
+    "hosts": (["-H", "h1:1,h2:1", "--launch-agent", HOST], "pyhvdrun on 2 hosts, a rank on each"),
+    "restart": (["-n", "2", "--min-np", "2"], "pyhvdrun on 2 ranks, one of which dies once"),
+}
+ROLES = {
+    "run/__main__.py": "driver",
+    "job/agent/host_agent.py": "agent",
+    "job/agent/zygote.py": "zygote",
+    "run/entry/program_rank.py": "guardian",
+    "child of run/entry/program_rank.py": "rank",
+}
+TORCH = {
+    "torch_first": "the first step of a DistributedOptimizer, on rank 0 of 2",
+    "torch_later": "a later step of a DistributedOptimizer, on rank 0 of 2",
+}
+KINDS = ["first", "first_shared", "remembered", "spark", *JOBS, *TORCH]
+SHOWN = ["first_allreduce", "remembered", "spark", *JOBS, *TORCH]
 GOALS = {
     "first_allreduce": 20,
     "before_queue": 9,
     "remembered": 8,
     "remembered_returns": 0,
     "spark": 24,
+    "hosts": 45,
+    "restart": 95,
+    "torch_first": 33,
+    "torch_later": 3,
 }
 """Most that each count shall be."""
 
@@ -69,6 +99,10 @@ BOUNDS = {
     "remembered": 8,
     "remembered_returns": 0,
     "spark": 24,
+    "hosts": 61,
+    "restart": 79,
+    "torch_first": 36,
+    "torch_later": 6,
 }
 """Most that each count may be in this tree; tests/test_walk.py holds it. Lower it, never raise it."""
 
@@ -165,11 +199,11 @@ def bodies(threads: Iterable[Thread]) -> set[str]:
     return {file for thread in threads for file in thread.files}
 
 
-# ---- allreduce
+# ---- calls on ranks under mpiexec
 
 
-def walk_allreduce(kind: str) -> Walk:
-    """Walk through a ``first``, a ``first_shared`` or a ``remembered`` allreduce."""
+def walk_call(kind: str) -> Walk:
+    """Walk through a ``first``, a ``first_shared`` or a ``remembered`` allreduce, or a step with torch."""
     rounds = [_round(kind, *each) for each in _run_ranks(kind)]
     usual = Counter(tuple(walk.counts.values()) for walk in rounds).most_common(1)[0][0]
     return next(walk for walk in rounds if tuple(walk.counts.values()) == usual)
@@ -186,8 +220,9 @@ def _run_ranks(kind: str) -> list[tuple[dict[int, str], list[list[Any]]]]:
             "PYHVD_FAST_LANE": "0" if kind == "first" else "1",
             walk_recorder.PACKAGE: str(walk_native.TREE / "pyhvd"),
         }
-        rank = [sys.executable, str(SCRIPTS / "walk_ranks.py"), kind, str(walk_native.HOOKS), str(file)]
-        mpiexec = str(Path(sys.prefix) / "bin" / "mpiexec")
+        python = str(spark_python()) if kind in TORCH else sys.executable
+        rank = [python, str(SCRIPTS / "walk_ranks.py"), kind, str(walk_native.HOOKS), str(file)]
+        mpiexec = str(Path(python).parent / "mpiexec")
         command = [mpiexec, "-n", "2", "env", *(f"{name}={value}" for name, value in env.items()), *rank]
         _run(command, os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
         said = json.loads(file.read_text())
@@ -228,6 +263,9 @@ def _round(kind: str, names: dict[int, str], events: list[list[Any]]) -> Walk:
     if kind == "remembered":
         counts = {"remembered": count, "remembered_returns": threads[0].returns}
         return Walk("a remembered allreduce, on rank 0 of 2", counts, threads)
+    if kind in TORCH:
+        count = sum(file.endswith(".py") for file in bodies(threads))
+        return Walk(TORCH[kind], {kind: count}, threads)
     if kind == "first_shared":
         return Walk("a first allreduce through shared memory, on rank 0 of 2", {kind: count}, threads)
     before = list(threads[0].files)
@@ -235,14 +273,74 @@ def _round(kind: str, names: dict[int, str], events: list[list[Any]]) -> Walk:
     return Walk("a first allreduce over MPI, on rank 0 of 2", counts, threads)
 
 
-# ---- Spark
+# ---- jobs of several processes
+
+
+@dataclass
+class Process:
+    """What one process of a job visits.
+
+    Attributes
+    ----------
+    began : int
+        When its first call of pyhvd began, in monotonic ns.
+    program : str
+        The file that it runs; empty if it was forked and runs on where its parent was.
+    """
+
+    number: int
+    parent: int
+    began: int
+    program: str
+    threads: list[Thread]
+
+    def named(self, role: str) -> list[Thread]:
+        """Return the threads, with the process's role in their names."""
+        for thread in self.threads:
+            thread.name = f"{role}, {thread.name}"
+        return self.threads
 
 
 def walk_spark() -> Walk:
     """Walk through a ``pyhvd.spark.run``."""
+    processes = _record(str(spark_python()), str(SCRIPTS / "walk_spark.py"))
+    threads = _one_of_each(processes)
+    return Walk("pyhvd.spark.run on 2 ranks", {"spark": len(bodies(threads))}, threads)
+
+
+def walk_job(kind: str) -> Walk:
+    """Walk through a ``pyhvdrun`` on two ``hosts``, or one whose ranks ``restart``."""
+    flags, title = JOBS[kind]
+    command = [sys.executable, "-m", "pyhvd.run", *flags, str(SCRIPTS / "walk_program.py")]
+    processes = _record(*command, *(["restart"] if kind == "restart" else []))
+    by_number = {process.number: process for process in processes}
+    roles: dict[str, list[Process]] = {}
+    for process in processes:
+        parent = by_number.get(process.parent)
+        program = process.program or (f"child of {parent.program}" if parent is not None else "")
+        roles.setdefault(ROLES.get(program, program), []).append(process)
+    shown = []
+    for role, those in roles.items():
+        shown += max(those, key=lambda process: len(bodies(process.threads))).named(role)
+    count = len(bodies(thread for process in processes for thread in process.threads))
+    return Walk(title, {kind: count}, shown)
+
+
+def spark_python() -> Path:
+    """Return the Python of the venv with Spark, and with torch if it is installed."""
     python = ROOT / ".venv-spark" / "bin" / "python"
     if not python.exists():
         raise RuntimeError("no .venv-spark: `make spark` makes it")
+    return python
+
+
+def has_torch() -> bool:
+    """Return whether torch is installed beside Spark; `make test-torch` installs it."""
+    return any(ROOT.glob(".venv-spark/lib/python*/site-packages/torch/__init__.py"))
+
+
+def _record(*command: str) -> list[Process]:
+    """Return the processes that a command starts, in the order of their first calls of pyhvd."""
     with tempfile.TemporaryDirectory(prefix="pyhvd-walk-") as folder:
         site, events = Path(folder) / "site", Path(folder) / "events"
         site.mkdir()
@@ -253,42 +351,38 @@ def walk_spark() -> Walk:
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join((str(site), str(SCRIPTS), str(ROOT))),
             walk_recorder.PACKAGE: str(ROOT / "pyhvd"),
+            walk_recorder.FOLDER: str(events),
         }
-        _run([str(python), str(SCRIPTS / "walk_spark.py"), str(events)], env)
-        threads = _one_of_each(events)
-    return Walk("pyhvd.spark.run on 2 ranks", {"spark": len(bodies(threads))}, threads)
+        _run(list(command), env)
+        found = [_read_process(path) for path in sorted(events.glob("*.events"))]
+    return sorted(found, key=lambda process: process.began)
 
 
-def _one_of_each(folder: Path) -> list[Thread]:
+def _read_process(path: Path) -> Process:
+    parent, number = map(int, path.stem.split("-"))
+    lines = [line.split("\t") for line in path.read_text().splitlines()]
+    programs = [line[3] for line in lines if line[2] == "1" and line[4] == walk_recorder.PROGRAM]
+    program = programs[-1] if programs else ""
+    return Process(number, parent, int(lines[0][0]), program, _threads_of(lines, number))
+
+
+def _one_of_each(processes: list[Process]) -> list[Thread]:
     """Return the threads of the driver, and of the task, guardian and rank that visit the most."""
-    parents, began, found = {}, {}, {}
-    for path in sorted(folder.glob("*.events")):
-        parent, process = map(int, path.stem.split("-"))
-        parents[process] = parent
-        events = [line.split("\t") for line in path.read_text().splitlines()]
-        began[process] = int(events[0][0])
-        found[process] = _threads_of(events, process)
-    driver = min(began, key=began.__getitem__)
+    driver = processes[0]
+    numbers = {process.number for process in processes}
     families = []
-    for task in parents:
-        if task == driver or parents[task] in parents:
+    for process in processes[1:]:
+        if process.parent in numbers:
             continue
-        family, process = [], task
-        for role in ("task", "guardian", "rank"):
-            family += _named(found[process], role)
-            children = [child for child, parent in parents.items() if parent == process]
-            if not children:
+        family = [*process.named("task")]
+        for role in ("guardian", "rank"):
+            child = next((each for each in processes if each.parent == process.number), None)
+            if child is None:
                 break
-            process = children[0]
+            family += child.named(role)
+            process = child
         families.append(family)
-    largest = max(families, key=lambda family: len(bodies(family)))
-    return _named(found[driver], "driver") + largest
-
-
-def _named(threads: list[Thread], role: str) -> list[Thread]:
-    for thread in threads:
-        thread.name = f"{role}, {thread.name}"
-    return threads
+    return driver.named("driver") + max(families, key=lambda family: len(bodies(family)))
 
 
 def _threads_of(lines: list[list[str]], process: int) -> list[Thread]:
@@ -324,6 +418,12 @@ def _run(command: list[str], env: dict[str, str]) -> None:
         raise RuntimeError(f"{command[0]} failed with {process.returncode}:\n{said[-4000:]}")
 
 
+def _walk(kind: str) -> Walk:
+    if kind in JOBS:
+        return walk_job(kind)
+    return walk_spark() if kind == "spark" else walk_call(kind)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -332,9 +432,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the walks into FILE")
     options = parser.parse_args()
-    kinds = [options.only] if options.only else KINDS
+    kinds = [options.only] if options.only else [kind for kind in KINDS if kind not in TORCH or has_torch()]
     try:
-        walks = [walk_spark() if kind == "spark" else walk_allreduce(kind) for kind in kinds]
+        walks = [_walk(kind) for kind in kinds]
     except (RuntimeError, OSError, subprocess.SubprocessError) as exc:
         print(f"walk: {exc}", file=sys.stderr)
         return 1
@@ -347,7 +447,7 @@ def main() -> int:
     missed = [f"{name} is {count}" for name, count in counts.items() if count > GOALS.get(name, count)]
     if missed:
         print(f"\ngoals missed: {', '.join(missed)}")
-    shown = {name: counts.get(name, "-") for name in ("first_allreduce", "remembered", "spark")}
+    shown = {name: counts.get(name, "-") for name in SHOWN}
     print("walk: " + " ".join(f"{name}={count}" for name, count in shown.items()))
     return int(options.check and bool(missed))
 

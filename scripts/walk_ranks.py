@@ -1,7 +1,7 @@
 """``walk_ranks.py KIND LIBRARY FILE``: one rank of a walk; rank 0 writes its rounds into FILE.
 
-KIND is ``remembered``, or anything else for a name never seen; LIBRARY is the preloaded walk_hooks.c. Each
-round is one allreduce, recorded from just before the call.
+KIND is one of walk.py's, with a call that was made before (``remembered``, ``torch_later``), or is new in
+each round. LIBRARY is the preloaded walk_hooks.c. Each round is one call, recorded from just before it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,43 @@ class Recording:
         return os.fsdecode(library.value or b""), offset.value
 
 
+Prepare = Callable[[int], Callable[[], object]]
+"""Prepares a round, outside of the walk; returns the call that is walked through."""
+
+
+def _allreduce(again: bool) -> Prepare:
+    import pyhvd as hvd
+
+    allreduce, op = hvd.allreduce, hvd.Sum  # the package looks its names up when they are first used
+    tensor = np.ones(1024, np.float32)
+    for _ in range(20 if again else 0):
+        allreduce(tensor, name="again", op=op)
+    return lambda number: lambda: allreduce(tensor, name="again" if again else f"new.{number}", op=op)
+
+
+def _step(again: bool) -> Prepare:
+    """Return what computes gradients, and then takes a step; each first step is that of a new optimizer."""
+    import torch
+
+    import pyhvd.torch as hvd
+
+    def make(number: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        named = [(f"{number}.{name}", parameter) for name, parameter in model.named_parameters()]
+        return model, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), named)
+
+    def prepare(number: int) -> Callable[[], object]:
+        model, optimizer = kept if again else make(number)
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 64)).sum()
+        return lambda: (loss.backward(), optimizer.step())
+
+    kept = make(0)
+    for _ in range(20 if again else 0):
+        prepare(0)()
+    return prepare
+
+
 def main(kind: str, library: str, file: str) -> None:
     """Play one rank."""
     package = os.environ[walk_recorder.PACKAGE]
@@ -88,19 +126,16 @@ def main(kind: str, library: str, file: str) -> None:
     if os.path.dirname(hvd.__file__) != package:
         raise RuntimeError(f"pyhvd comes from {hvd.__file__}, and not from {package}")
     threads = {thread.native_id: thread.name for thread in threading.enumerate()}
-    allreduce, op = hvd.allreduce, hvd.Sum  # the package looks its names up when they are first used
-    tensor = np.ones(1024, np.float32)
-    remembered = kind == "remembered"
-    for _ in range(20 if remembered else 0):
-        allreduce(tensor, name="again", op=op)
+    again = kind in ("remembered", "torch_later")
+    prepare = (_step if kind.startswith("torch") else _allreduce)(again)
     rounds = []
     for number in range(ROUNDS):
-        name = "again" if remembered else f"new.{number}"
-        time.sleep(SETTLE_S + (0 if remembered else LATE_S * hvd.rank()))
+        call = prepare(number)
+        time.sleep(SETTLE_S + (0 if again else LATE_S * hvd.rank()))
         if hvd.rank() == 0:
             recording.begin()
-        allreduce(tensor, name=name, op=op)
-        if not remembered:
+        call()
+        if not again:
             time.sleep(SETTLE_S)
         rounds.append(recording.end())
     if hvd.rank() == 0:

@@ -20,6 +20,9 @@ Event = tuple[int, int, int, str, str]
 IMPORT = "<module>"
 """Function of an event that runs the body of a module which is being imported."""
 
+PROGRAM = "__main__"
+"""Function of an event that runs the body of a module as the process's program."""
+
 FOLDER = "PYHVD_WALK_FOLDER"
 """Environment variable: each process writes its events into a file of its own in this folder."""
 PACKAGE = "PYHVD_WALK_PACKAGE"
@@ -40,7 +43,7 @@ def install(package: str, write: Callable[[Event], Any]) -> None:
             return
         path, name = code.co_filename[len(prefix) :], code.co_name
         if name == IMPORT and frame.f_globals.get("__name__") == "__main__":
-            name = "__main__"  # a program that is run
+            name = PROGRAM
         write((time.monotonic_ns(), threading.get_native_id(), int(event == "call"), path, name))
 
     threading.setprofile(profile)

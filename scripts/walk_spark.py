@@ -1,6 +1,6 @@
-"""``walk_spark.py FOLDER``: the driver of one ``pyhvd.spark.run`` on 2 ranks of a cluster on this machine.
+"""``walk_spark.py``: the driver of one ``pyhvd.spark.run`` on 2 ranks of a cluster on this machine.
 
-Every process of the run writes its calls into FOLDER; walk.py has prepared the environment for that.
+Every process of the run writes its calls into a folder; walk.py has prepared the environment for that.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def home_of_its_own(folder: Path) -> Path:
     return folder
 
 
-def main(folder: str) -> None:
+def main() -> None:
     """Walk, from the call to its result."""
+    sys.setprofile(None)
+    threading.setprofile(None)
     from pyspark.sql import SparkSession
 
     import pyhvd.spark
@@ -60,7 +62,6 @@ def main(folder: str) -> None:
             "JAVA_HOME": pyhvd.spark.use_java(),
             "SPARK_HOME": str(home_of_its_own(Path(own) / "home")),
             "PYSPARK_PYTHON": sys.executable,
-            walk_recorder.FOLDER: folder,
         }
         builder = SparkSession.builder.master("local-cluster[2,1,512]").appName("walk")
         for name, value in SETTINGS.items():
@@ -76,4 +77,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -87,7 +87,7 @@ class JobSpec:
     Attributes
     ----------
     code : bytes
-        A pickled function with its arguments, or a :class:`~pyhvd.job.agent.program_process.Program`.
+        A pickled function with its arguments, or a :class:`~pyhvd.job.agent.rank_process.Program`.
     function : bool
         Whether it is a function that agents on hosts call, which then stay for a next job.
     env : mapping of str to str

@@ -79,9 +79,9 @@ def _find_rank() -> tuple[RankEnv | None, str, bool]:
 def _launch(options: Options) -> int:
     """Start the ranks, or show where they would run; return the exit code."""
     if options.elastic.discovery_script is not None:
-        from pyhvd.run.launchers.elastic import run_found
+        from pyhvd.run.launchers.elastic import run as run_elastic
 
-        return run_found(options)
+        return run_elastic(options)
     here = options.num_proc is not None and not options.chooses_hosts and options.launcher != "pmi"
     away = not here or options.elastic.wanted or options.show_config or has_marks(os.environ)
     if options.num_proc is None or away:
@@ -92,12 +92,12 @@ def _launch(options: Options) -> int:
 def _launch_on_hosts(options: Options) -> int:
     """Start the ranks on the hosts that the user or the cluster gives; return the exit code."""
     from pyhvd.run.hosts.clusters.results import Surroundings
-    from pyhvd.run.hosts.clusters.torchrun import explain_refusal
+    from pyhvd.run.hosts.clusters.small import explain_torchrun
     from pyhvd.run.hosts.hosts import HostsError
     from pyhvd.run.hosts.own_host import find_own
     from pyhvd.run.hosts.selection import read_file, select
 
-    refusal = explain_refusal(os.environ)
+    refusal = explain_torchrun(os.environ)
     if refusal is not None:
         usage_error(refusal)
     try:
@@ -112,9 +112,9 @@ def _launch_on_hosts(options: Options) -> int:
     if selection.placed is None:
         usage_error(selection.note)
     if options.elastic.wanted:
-        from pyhvd.run.launchers.elastic import run_on
+        from pyhvd.run.launchers.elastic import run as run_elastic
 
-        return run_on(options, selection)
+        return run_elastic(options, selection)
     if selection.placed.on_this_host and options.launcher != "pmi":
         return _launch_here(options, selection.placed.size)
     from pyhvd.run.launchers.many_hosts import run

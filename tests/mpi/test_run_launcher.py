@@ -385,7 +385,6 @@ def test_root_cause_is_the_first_of_the_most_telling() -> None:
     cause = root_cause(reports)
     assert cause is reports[3]
     assert root_cause([]) is None
-    assert ExitReport.load(reports[3].dump()) == reports[3]
 
 
 def test_secondary_errors_are_known_by_name() -> None:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyhvd
+from pyhvd.aliases import absent as _absent
 
+_absent.install()
 __version__ = f"0.28.1+pyhvd{pyhvd.__version__}"
 __pyhvd__ = True
 """Tells it from Horovod itself."""

@@ -19,8 +19,8 @@ from typing import Any
 
 from pyhvd.job.agent.function_process import FunctionProcess, split_call
 from pyhvd.job.agent.notice import Notice
-from pyhvd.job.agent.program_process import Program, ProgramProcess, program_environment
-from pyhvd.job.agent.rank_process import RankEvents, RankProcess
+from pyhvd.job.agent.program_process import ProgramProcess
+from pyhvd.job.agent.rank_process import Program, RankEvents, RankProcess, rank_environment
 from pyhvd.job.agent.zygote import Fork, Forked, Preload, ZygoteReady, receive, send
 from pyhvd.job.commits.store_child import StoreChild
 from pyhvd.job.commits.vault import Vault
@@ -55,7 +55,7 @@ class ElasticHost:
         fit = self._zygote is not None and self._zygote.fit
         popen = self._zygote.popen if self._zygote is not None and fit else subprocess.Popen
         kind = FunctionProcess if self._function else ProgramProcess
-        return kind(start, code, events, self.vault, popen)
+        return kind(start, code, events, self.vault.files, popen)
 
     def close(self) -> None:
         """Forget the state, and end the zygote."""
@@ -69,7 +69,7 @@ class ElasticHost:
         self.end_zygote()
         self._local_size = start.local_size
         with contextlib.suppress(OSError):
-            env = program_environment(os.environ, program, start)
+            env = rank_environment(os.environ, start, program)
             self._zygote = Zygote(program, env)
 
     def end_zygote(self) -> None:

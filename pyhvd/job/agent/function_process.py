@@ -9,17 +9,13 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pyhvd.job.agent.program_process import Program, program_environment
-from pyhvd.job.agent.rank_process import RankEvents, RankProcess
-from pyhvd.job.commits.vault import Vault
+from pyhvd.job.agent.rank_process import Program, RankEvents, RankProcess
 from pyhvd.job.messages import Start
 from pyhvd.job.rank.pickles import dump_functions
-from pyhvd.job.rank.rank import LENGTH, PATHS, RESULT
-
-_HEAD = len(RESULT) + LENGTH.size
+from pyhvd.job.rank.rank import LENGTH, PATHS
 
 
 def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: Iterable[str]) -> bytes:
@@ -51,7 +47,7 @@ def split_call(code: bytes) -> tuple[Program, memoryview]:
 class FunctionProcess(RankProcess):
     """A rank's process that runs a function; `code` is of :func:`dump_call`. See :class:`RankProcess`.
 
-    In an elastic job the rank commits to `vault`, and `popen` may fork it from a zygote.
+    In an elastic job `files` are those of the vault, and `popen` may fork the rank from a zygote.
     """
 
     def __init__(
@@ -59,25 +55,16 @@ class FunctionProcess(RankProcess):
         start: Start,
         code: bytes,
         events: RankEvents,
-        vault: Vault | None = None,
+        files: Mapping[str, int] = {},
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
-        self._program, call = split_call(code)
-        self._left: int | None = None  # bytes of the result that have not come; None before it begins
+        program, call = split_call(code)
         self._result_held = False
-        super().__init__(
-            start,
-            call,
-            events,
-            files={} if vault is None else vault.files,
-            module=self._program.module,
-            directory=self._program.directory,
-            popen=popen,
-        )
+        super().__init__(start, call, events, files, program=program, popen=popen)
 
     def hold_result(self, *, held: bool) -> None:
         """See :meth:`RankProcess.hold_result`."""
-        held = held and bool(self._left)
+        held = held and bool(self._line.left)
         if held == self._result_held:
             return
         self._result_held = held
@@ -86,21 +73,8 @@ class FunctionProcess(RankProcess):
         else:
             self._selector.register(self._control, selectors.EVENT_READ, self._talk)
 
-    def _environment(self, start: Start) -> dict[str, str]:
-        return program_environment(os.environ, self._program, start)
-
-    def _take_answer(self) -> None:
-        if self._left is None and self._answer[:1] == RESULT and len(self._answer) >= _HEAD:
-            (self._left,) = LENGTH.unpack_from(self._answer, len(RESULT))
-            del self._answer[:_HEAD]
-        if self._left is None:
-            super()._take_answer()
-            return
-        with memoryview(self._answer) as view:
-            part = bytes(view[: self._left])
-        del self._answer[: len(part)]
-        self._left -= len(part)
+    def _take_result(self, part: bytes) -> None:
         if part:
             self._events.on_result(part)
-        if not self._left:
+        if not self._line.left:
             self.result = b""

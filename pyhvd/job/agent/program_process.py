@@ -1,7 +1,6 @@
 """A rank's process that runs a program, as the agent of its host sees it.
 
-The rank writes lines to its control socket, an :class:`~pyhvd.job.process.exit_report.ExitReport` each. The
-agent sends it the program's arguments first.
+The agent sends it the program's arguments first.
 """
 
 from __future__ import annotations
@@ -14,58 +13,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from pyhvd.job.agent.rank_process import RankEvents, RankProcess, pmi_variables
-from pyhvd.job.commits.vault import Vault
+from pyhvd.job.agent.rank_process import Program, RankEvents, RankProcess
 from pyhvd.job.messages import Failed, Start
-from pyhvd.job.mpi.rank_env import OF_RANKS, without
-from pyhvd.job.process.exit_report import ENTERING, EXIT, TENTATIVE, UP, ExitReport, describe_unreported
-
-# After reporting a failure, a rank has this long for its exit handlers.
-_EXIT_HANDLERS_S = 0.5
-
-
-class Program(msgspec.Struct, frozen=True):
-    """What all ranks of a job run; the driver sends it as the job's code.
-
-    Attributes
-    ----------
-    module : str
-        The guardian's program, which runs the arguments in the rank.
-    arguments : list of str
-        A script, ``-m module`` or ``-c code``, with its arguments.
-    directory : str
-        Where the ranks run.
-    env : list of (bytes, bytes)
-        Variables that replace those of the hosts; they may be no UTF-8.
-    preload : list of str
-        Modules that a zygote imports besides those at the program's top.
-    """
-
-    module: str
-    arguments: list[str]
-    directory: str
-    env: list[tuple[bytes, bytes]]
-    preload: list[str] = []
-
-    def dump(self) -> bytes:
-        """Return the program as bytes."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def load(cls, data: bytes) -> Program:
-        """Return the program that :meth:`dump` wrote; raise ValueError if it is none."""
-        return msgspec.msgpack.decode(data, type=cls)
-
-
-def program_environment(environ: Mapping[str, str], program: Program, start: Start) -> dict[str, str]:
-    """Return a rank's environment: the job's defaults, the host's, the program's, then the rank's own."""
-    given = {os.fsdecode(name): os.fsdecode(value) for name, value in program.env}
-    return start.defaults | without(environ, *OF_RANKS) | given | start.env | pmi_variables(start)
+from pyhvd.job.process.exit_report import EXIT, ExitReport, describe_unreported
+from pyhvd.job.process.rank_line import EXIT_HANDLERS_S
 
 
 class _Stdin:
@@ -127,7 +82,7 @@ class _Stdin:
 class ProgramProcess(RankProcess):
     """A rank's process that runs a program; `code` is a :class:`Program`. See :class:`RankProcess`.
 
-    In an elastic job the rank commits to `vault`, and `popen` may fork it from a zygote.
+    In an elastic job `files` are those of the vault, and `popen` may fork the rank from a zygote.
     """
 
     def __init__(
@@ -135,27 +90,18 @@ class ProgramProcess(RankProcess):
         start: Start,
         code: bytes,
         events: RankEvents,
-        vault: Vault | None = None,
+        files: Mapping[str, int] = {},
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self._stdin = _Stdin(events.on_taken) if start.rank == 0 else None
-        self._program = Program.load(code)
         self._size = start.size
         self._report: ExitReport | None = None
         self._leave_at = math.inf
-        self._tentative = ""
-        self._up = False  # whether pyhvd is up in the rank
+        program = Program.load(code)
+        stdin = subprocess.DEVNULL if self._stdin is None else self._stdin.reader
         try:
-            super().__init__(
-                start,
-                msgspec.msgpack.encode(self._program.arguments),
-                events,
-                files={} if vault is None else vault.files,
-                module=self._program.module,
-                directory=self._program.directory,
-                stdin=subprocess.DEVNULL if self._stdin is None else self._stdin.reader,
-                popen=popen,
-            )
+            arguments = msgspec.msgpack.encode(program.arguments)
+            super().__init__(start, arguments, events, files, program=program, stdin=stdin, popen=popen)
         except (OSError, ValueError):
             if self._stdin is not None:
                 self._stdin.close()
@@ -186,33 +132,19 @@ class ProgramProcess(RankProcess):
         if now > self._leave_at and self._report is not None and self.failure is None:
             self.failure = Failed(self._report)
 
-    def _environment(self, start: Start) -> dict[str, str]:
-        return program_environment(os.environ, self._program, start)
-
-    def _take_answer(self) -> None:
-        *lines, rest = bytes(self._answer).split(b"\n")
-        self._answer[:] = rest
-        for report in map(ExitReport.load, lines):
-            if report.kind == TENTATIVE:
-                self._tentative = report.text
-            elif report.kind == UP:
-                self._up = bool(report.code)
-            elif report.kind == ENTERING:
-                if report.code:
-                    self._events.on_enter()
-            elif self._report is None:
-                self._report = replace(report, titled=True)
-                self._leave_at = time.monotonic() + _EXIT_HANDLERS_S
+    def _take_report(self, report: ExitReport, exception: bytes) -> None:  # noqa: ARG002 - it is shown
+        self._report = report
+        self._leave_at = time.monotonic() + EXIT_HANDLERS_S
 
     def _failure_by_exit(self) -> Failed | None:
         if self._report is not None:
             return Failed(self._report)
         if self.code is None:
             return super()._failure_by_exit()
-        if self.code == 0 and not self._up:
+        if self.code == 0 and not self._line.up:
             self.result = b""
             return None
-        kind, code, text = describe_unreported(self.code, self._tentative)
+        kind, code, text = describe_unreported(self.code, self._line.tentative)
         who = f"rank {self._rank} of {self._size} on host {socket.gethostname()} (pid {self.pid})"
         report = ExitReport(self._rank, kind, code, f"pyhvd: {who} {text}", titled=True)
         return Failed(report, silent=kind == EXIT and self.code != 0)

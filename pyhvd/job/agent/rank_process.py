@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyhvd.job.messages import Failed, Start, decode_from_agent
+import msgspec
+
+from pyhvd.job.messages import Failed, Start
 from pyhvd.job.mpi.pmi import MAX_LINE
-from pyhvd.job.mpi.rank_env import own_environment
+from pyhvd.job.mpi.rank_env import OF_RANKS, own_environment, without
 from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL, ExitReport
+from pyhvd.job.process.rank_line import RankLine
 from pyhvd.job.process.signals import describe_exit, shell_code
 from pyhvd.job.process.supervised import GuardianCommand, SupervisedProcess, read_some
-from pyhvd.job.rank.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
-from pyhvd.transport.tcp.session import ChannelError
+from pyhvd.job.rank.rank import LENGTH
 
 _CHUNK = 1 << 16
 _GUARDIAN, _RANK = "pyhvd.job.process.guardian", "pyhvd.job.rank.rank"
@@ -29,9 +31,51 @@ _GUARDIAN, _RANK = "pyhvd.job.process.guardian", "pyhvd.job.rank.rank"
 _ANSWER_CHUNK = 1 << 18
 
 
-def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]:
-    """Return the environment of a rank: the task's, the job's, and with PMI-1 the variables of Hydra."""
-    return own_environment(environ) | start.env | pmi_variables(start)
+class Program(msgspec.Struct, frozen=True):
+    """What all ranks of a job run; the driver sends it as the job's code.
+
+    Attributes
+    ----------
+    module : str
+        The guardian's program, which runs the arguments in the rank.
+    arguments : list of str
+        A script, ``-m module`` or ``-c code``, with its arguments.
+    directory : str
+        Where the ranks run.
+    env : list of (bytes, bytes)
+        Variables that replace those of the hosts; they may be no UTF-8.
+    preload : list of str
+        Modules that a zygote imports besides those at the program's top.
+    """
+
+    module: str
+    arguments: list[str]
+    directory: str
+    env: list[tuple[bytes, bytes]]
+    preload: list[str] = []
+
+    def dump(self) -> bytes:
+        """Return the program as bytes."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def load(cls, data: bytes) -> Program:
+        """Return the program that :meth:`dump` wrote; raise ValueError if it is none."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+def rank_environment(
+    environ: Mapping[str, str], start: Start, program: Program | None = None
+) -> dict[str, str]:
+    """Return the environment of a rank.
+
+    A rank of a Spark task has the task's variables, and then its own. A rank on a host of the job has the
+    job's defaults, the host's variables, the program's, and then its own.
+    """
+    if program is None:
+        return own_environment(environ) | start.env | pmi_variables(start)
+    given = {os.fsdecode(name): os.fsdecode(value) for name, value in program.env}
+    return start.defaults | without(environ, *OF_RANKS) | given | start.env | pmi_variables(start)
 
 
 def pmi_variables(start: Start) -> dict[str, str]:
@@ -87,9 +131,10 @@ class RankProcess(SupervisedProcess):
         Descriptors that the rank inherits; variables of these names hold their numbers.
     env : mapping of str to str
         The rank's variables, in addition to those of `start`.
-    module : str or None
-        The module to run; None for a guardian whose rank calls :func:`pyhvd.job.rank.rank.run_rank`.
-    directory, stdin
+    program : Program or None
+        What runs on a host of the job; None for a guardian whose rank calls
+        :func:`pyhvd.job.rank.rank.run_rank`.
+    stdin
         See :class:`GuardianCommand`.
     popen : callable
         See :class:`SupervisedProcess`.
@@ -109,8 +154,7 @@ class RankProcess(SupervisedProcess):
         events: RankEvents,
         files: Mapping[str, int] = {},
         env: Mapping[str, str] = {},
-        module: str | None = None,
-        directory: str | None = None,
+        program: Program | None = None,
         stdin: int = subprocess.DEVNULL,
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
@@ -119,24 +163,25 @@ class RankProcess(SupervisedProcess):
         self._rank = start.rank
         self._events = events
         self._to_rank = memoryview(b"".join((LENGTH.pack(len(code)), code)))
-        self._answer = bytearray()
+        self._line = RankLine(self._take_entering, self._take_report, self._take_result)
+        self._result = bytearray()
         self._pmi_line = b""
         self._control, control = socket.socketpair()
         self._pmi, pmi = socket.socketpair()
-        variables = {**self._environment(start), **env}
+        variables = {**rank_environment(os.environ, start, program), **env}
         if start.pmi:
             variables["PMI_FD"] = str(pmi.fileno())
         variables |= {name: str(number) for name, number in files.items()}
         try:
             command = GuardianCommand(
-                module or _GUARDIAN,
-                [str(control.fileno()), *([] if module else [_RANK])],
+                _GUARDIAN if program is None else program.module,
+                [str(control.fileno()), *([_RANK] if program is None else [])],
                 variables,
                 descriptors=(control.fileno(), pmi.fileno(), *files.values()),
                 python=start.executable,
                 # The guardian must not import what the directory has.
-                flags=("-P",) if module else (),
-                directory=directory,
+                flags=() if program is None else ("-P",),
+                directory=None if program is None else program.directory,
                 stdin=stdin,
             )
             super().__init__(command, events.on_output, self._note_rank_end, popen=popen)
@@ -158,9 +203,6 @@ class RankProcess(SupervisedProcess):
 
     def check(self, now: float) -> None:
         """Do what is due at this time (time.monotonic); the agent calls it in each turn."""
-
-    def _environment(self, start: Start) -> dict[str, str]:
-        return rank_environment(os.environ, start)
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register this object's callbacks, as the data of the selector's keys."""
@@ -201,32 +243,22 @@ class RankProcess(SupervisedProcess):
         """Receive what the rank has sent; return whether there may be more."""
         data = read_some(self._control.fileno(), _ANSWER_CHUNK)
         if data:
-            self._answer += data
-            self._take_answer()
+            self._line.feed(data)
         elif data is not None:
             self._forget(self._control)
         return bool(data)
 
-    def _take_answer(self) -> None:
-        head = 1 + LENGTH.size
-        if len(self._answer) < head:
-            return
-        kind = bytes(self._answer[:1])
-        (length,) = LENGTH.unpack_from(self._answer, 1)
-        if len(self._answer) < head + length:
-            return
-        payload = bytes(self._answer[head : head + length])
-        del self._answer[: head + length]
-        if kind == ENTERING_INIT:
+    def _take_entering(self, begins: bool) -> None:  # noqa: FBT001 - a message has one value
+        if begins:
             self._events.on_enter()
-            self._take_answer()
-        elif kind == RESULT:
-            self.result = payload
-        elif kind == FAILURE:
-            failed = decode_from_agent(payload)
-            if not isinstance(failed, Failed):
-                raise ChannelError("the rank sent an invalid failure")
-            self.failure = failed
+
+    def _take_report(self, report: ExitReport, exception: bytes) -> None:
+        self.failure = Failed(report, exception=exception)
+
+    def _take_result(self, part: bytes) -> None:
+        self._result += part
+        if not self._line.left:
+            self.result = bytes(self._result)
 
     def _read_pmi(self) -> None:
         data = read_some(self._pmi.fileno())

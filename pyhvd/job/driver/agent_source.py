@@ -140,6 +140,8 @@ class CommandSource:
 
     Attributes
     ----------
+    hosts : sequence of HostSlots
+        As given.
     refused : dict of str to str
         The hosts on which ranks cannot run, and why.
     """
@@ -155,6 +157,7 @@ class CommandSource:
         explain: Explain,
         kept: KeptAgents | None = None,
     ) -> None:
+        self.hosts = hosts
         self.size = sum(host.slots for host in hosts)
         self.pool = AgentPool([host.name for host in hosts], starts=True)
         self.secret = Secret()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pyhvd.job.mpi.rendezvous import RankPlacement
 from pyhvd.job.process.exit_report import ENDED, INTERRUPT, LOST, SECONDARY, SIGNAL, ExitReport, root_cause
@@ -21,29 +22,28 @@ REPORT_S = 0.25
 _CRASHES = {128 + number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)}
 
 
+@dataclass
 class FailureAnalysis:
-    """The failures of one job."""
+    """The failures of one job.
 
-    def __init__(self) -> None:
-        self._reports: dict[ExitReport, float] = {}  # and when the driver heard of them
-        self._settled_at = math.inf
+    Attributes
+    ----------
+    settled_at : float
+        When the cause is final; infinity while nothing has failed.
+    """
+
+    settled_at: float = math.inf
+    _reports: dict[ExitReport, float] = field(default_factory=dict)  # and when the driver heard of them
 
     def add(self, report: ExitReport, now: float, *, waited: bool = False) -> None:
         """Note that a rank has failed; `waited` says that the wait for a better cause is over already."""
         self._reports.setdefault(report, now)
         may_follow = report.kind in (SECONDARY, LOST, ENDED, INTERRUPT) or _is_crash(report)
-        self._settled_at = min(
-            self._settled_at, now + (_BETTER_CAUSE_S if may_follow and not waited else 0.0)
-        )
+        self.settled_at = min(self.settled_at, now + (_BETTER_CAUSE_S if may_follow and not waited else 0.0))
 
     def has(self, rank: int) -> bool:
         """Return whether this rank has failed."""
         return any(report.rank == rank for report in self._reports)
-
-    @property
-    def settled_at(self) -> float:
-        """When the cause is final; infinity while nothing has failed."""
-        return self._settled_at
 
     def cause(self, by_rank: Mapping[int, RankPlacement]) -> ExitReport:
         """Return the failure that explains the others; there must be one."""

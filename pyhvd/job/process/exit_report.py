@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from pyhvd.job.process.signals import describe_exit, shell_code
 
@@ -23,13 +22,6 @@ SECONDARY = "secondary"
 LOST = "lost"
 ENDED = "ended"
 _ORDER = {EXCEPTION: 1, EXIT: 1, SIGNAL: 1, INTERRUPT: 2, SECONDARY: 3, LOST: 4, ENDED: 5}
-# No failure yet: the text to show if the rank ends without a further report. An empty text withdraws it.
-TENTATIVE = "tentative"
-# No failure: pyhvd has started in the rank (code 1), or shut down (code 0).
-UP = "up"
-# No failure: the rank is about to call MPI_Init, where it waits for the other ranks (code 1); or that has
-# returned (code 0).
-ENTERING = "entering"
 
 # Errors of pyhvd.errors that a rank raises because another rank failed or left; named, to import nothing.
 _SECONDARY_NAMES = {"RankFailedError", "ShutDownError"}
@@ -63,15 +55,6 @@ class ExitReport:
     traceback: str = ""
     titled: bool = False
 
-    def dump(self) -> bytes:
-        """Return the report as a line of JSON."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def load(cls, line: bytes) -> ExitReport:
-        """Return the report that :meth:`dump` wrote."""
-        return cls(**json.loads(line))
-
 
 def root_cause(reports: Iterable[ExitReport]) -> ExitReport | None:
     """Return the report that explains the others: the best kind, then the earliest."""
@@ -86,7 +69,7 @@ def describe_unreported(code: int, tentative: str) -> tuple[str, int, str]:
     code : int
         How the rank's process ended; the negative number of a signal.
     tentative : str
-        The text of its last tentative report.
+        The last text that it told in case it ends without a report.
     """
     text = describe_exit(code)
     if code < 0:

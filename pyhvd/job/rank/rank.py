@@ -1,11 +1,8 @@
 """The rank itself: it receives the function from its agent, runs it, and sends the result.
 
 The agent sends the length (8 bytes) and the pickle of function, args and kwargs on the control socket. The
-rank sends messages of a kind (1 byte), a length and a payload:
-
-1. ENTERING_INIT, without a payload, before it calls MPI_Init;
-2. RESULT with the bytes of :mod:`pyhvd.job.rank.pickles`, or without any to make room in an elastic job; or
-   FAILURE with a :class:`~pyhvd.job.messages.Failed`.
+rank answers with the messages of :mod:`pyhvd.job.process.rank_line`. The bytes of its result are those of
+:mod:`pyhvd.job.rank.pickles`, or none to make room in an elastic job.
 """
 
 from __future__ import annotations
@@ -15,26 +12,22 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from pyhvd.common import launcher_hooks
 from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
-from pyhvd.job.messages import Failed, encode
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
+from pyhvd.job.process.rank_line import ENTERING, RESULT, tell, tell_report
 from pyhvd.job.rank.generation_env import MadeRoom
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.job.rank.pickles import dump
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 LENGTH = struct.Struct("!Q")
-RESULT = b"R"
-FAILURE = b"F"
-ENTERING_INIT = b"E"
 PATHS = "_PYHVD_JOB_PATHS"
 """The variable with the directories in which a rank looks for modules before those of its Python."""
 _FLUSH_S = 0.5
@@ -60,7 +53,7 @@ def run_rank(control: socket.socket, *, sends_exception: bool = False) -> int:
     # An MPI that ends the process in MPI_Init says why itself: no tentative text is needed.
     def enter() -> None:
         if os.getpid() == pid:
-            _send(control, ENTERING_INIT, [])
+            tell(control.fileno(), ENTERING, True)
 
     watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, enter)
     import cloudpickle
@@ -75,11 +68,10 @@ def run_rank(control: socket.socket, *, sends_exception: bool = False) -> int:
             raise
         report = describe_failure(exc, rank_env.rank)
         _flush()
-        exception = _pickled(exc) if sends_exception else b""
-        _send(control, FAILURE, [encode(Failed(report, exception=exception))])
+        tell_report(control.fileno(), report, _pickled(exc) if sends_exception else b"")
         _leave(report.code)
     if os.getpid() == pid:
-        _send(control, RESULT, pieces)
+        tell(control.fileno(), RESULT, sum(map(len, pieces)), *pieces)
     return 0
 
 
@@ -127,12 +119,6 @@ def _read_exactly(control: socket.socket, size: int) -> bytearray:
             raise EOFError("the task is gone")
         view = view[count:]
     return data
-
-
-def _send(control: socket.socket, kind: bytes, pieces: Sequence[bytes | memoryview]) -> None:
-    control.sendall(kind + LENGTH.pack(sum(map(len, pieces))))
-    for piece in pieces:
-        control.sendall(piece)
 
 
 def _flush() -> bool:

@@ -1,6 +1,7 @@
-"""The line between the launcher and the supervisor of each rank: JSON lines over a Unix socket.
+"""The line between the launcher and the supervisor of each rank: messages over a Unix socket.
 
-The socket is in the job's private directory (mode 0700).
+The messages have the form of :mod:`pyhvd.job.process.rank_line`. The socket is in the job's private directory
+(mode 0700).
 
 1. A supervisor sends ``hello``, ``entering`` (its rank calls MPI_Init, or that has returned), ``report`` and
    ``ended``.
@@ -12,10 +13,11 @@ The socket is in the job's private directory (mode 0700).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from typing import Any
+
+from pyhvd.job.process.rank_line import dump_message, take_messages
 
 JOB_DIR = "PYHVD_JOB_DIR"
 _SOCKET_NAME = "s"
@@ -50,7 +52,7 @@ class Line:
     def __init__(self, peer: socket.socket, job_dir: str | None = None) -> None:
         self._peer = peer
         self._job_dir = job_dir
-        self._rest = b""
+        self._received = bytearray()
         self.open = True
 
     def fileno(self) -> int:
@@ -60,7 +62,7 @@ class Line:
     def send(self, what: str, value: object = None) -> None:
         """Send one message; do nothing if the peer is gone, which :meth:`receive` notices."""
         with contextlib.suppress(OSError):
-            self._peer.sendall(json.dumps([what, value]).encode() + b"\n")
+            self._peer.sendall(dump_message(what, value))
 
     def give_stdin(self) -> None:
         """Send this process's stdin, or /dev/null if it has none, as the first message on the line."""
@@ -69,16 +71,17 @@ class Line:
         except OSError:
             source = os.open(os.devnull, os.O_RDONLY)
         with contextlib.suppress(OSError):
-            socket.send_fds(self._peer, [b'["stdin",null]\n'], [source])
+            socket.send_fds(self._peer, [dump_message("stdin", None)], [source])
         os.close(source)
 
     def take_stdin(self) -> int | None:
         """Wait for the peer's stdin; return None if the peer closes the line instead."""
         try:
-            self._rest, received, _, _ = socket.recv_fds(self._peer, 4096, 1)
+            data, descriptors, _, _ = socket.recv_fds(self._peer, 4096, 1)
         except OSError:
             return None
-        return received[0] if received else None
+        self._received += data
+        return descriptors[0] if descriptors else None
 
     def receive(self) -> list[tuple[str, Any]]:
         """Return the messages that have arrived; clear `open` at the end of the line."""
@@ -91,8 +94,8 @@ class Line:
         if not chunk:
             self.open = False
             return []
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return [(what, value) for what, value in map(json.loads, lines)]
+        self._received += chunk
+        return list(take_messages(self._received))
 
     def close(self) -> None:
         """Close this end."""

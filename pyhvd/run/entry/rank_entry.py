@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import asdict
 
 from pyhvd.job.mpi.abort import claim_first_failure, end_job
 from pyhvd.job.mpi.rank_env import RankEnv, set_defaults, set_horovods
@@ -75,7 +76,7 @@ def _refuse(rank_env: RankEnv, line: Line | None, why: str) -> int:
     """End the job before this rank's script has begun; return this process's exit code."""
     report = ExitReport(rank_env.rank, EXIT, 1, f"pyhvd: {rank_env.title} {why}")
     if line is not None:
-        line.send("report", report.dump().decode())
+        line.send("report", asdict(report))
         line.send("ended", report.code)
     if not claim_first_failure(os.getppid()):
         time.sleep(FIRST_ENDS_JOB_S)

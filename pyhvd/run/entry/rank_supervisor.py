@@ -1,44 +1,31 @@
 """The supervisor: mpiexec starts it for each rank; it watches the rank's process and ends the job.
 
-It has one thread and never touches MPI, so it can report how the rank ended: by a traceback from the report
-pipe, a signal or an exit code. It passes signals on to the rank.
+It has one thread and never touches MPI, so it can report how the rank ended: by the rank's own report, a
+signal or an exit code. It passes signals on to the rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import selectors
 import signal
 import sys
 import time
+from dataclasses import asdict
 from types import FrameType
 
 from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, end_job
 from pyhvd.job.mpi.rank_env import RankEnv
-from pyhvd.job.process.exit_report import (
-    ENTERING,
-    EXCEPTION,
-    INTERRUPT,
-    SECONDARY,
-    TENTATIVE,
-    UP,
-    ExitReport,
-    describe_unreported,
-)
+from pyhvd.job.process.exit_report import EXCEPTION, INTERRUPT, SECONDARY, ExitReport, describe_unreported
 from pyhvd.job.process.guardian import find_end, signal_group
 from pyhvd.job.process.output import Relay
-from pyhvd.job.process.signals import (
-    BLOCKED_OVER_FORK,
-    ENDING,
-    shell_code,
-    wake_on_signals,
-)
+from pyhvd.job.process.rank_line import ENTERING, EXIT_HANDLERS_S, REPORT, RankLine
+from pyhvd.job.process.signals import BLOCKED_OVER_FORK, ENDING, shell_code, wake_on_signals
 from pyhvd.run.entry.control_socket import Line
 
-# After reporting a failure, a rank has this long for its exit handlers.
-_EXIT_HANDLERS_S = 0.5
 # The first rank to fail ends the job and is the one shown; later ones wait this long for it.
 FIRST_ENDS_JOB_S = 1.0
 # An unfinished line of output is shown after this long, as it may be a prompt or a progress bar.
@@ -48,24 +35,22 @@ _PARTIAL_LINE_S = 0.2
 class Supervisor:
     """Watches one rank from its fork to its end.
 
-    `pid` leads a process group. `report_fd` is the non-blocking end of the pipe with the rank's reports, and
-    `line` leads to the launcher, if there is one.
+    `pid` leads a process group. `rank_fd` is the non-blocking end of the rank's line, and `line` leads to the
+    launcher, if there is one.
     """
 
     def __init__(
-        self, rank_env: RankEnv, pid: int, report_fd: int, line: Line | None, relays: list[Relay]
+        self, rank_env: RankEnv, pid: int, rank_fd: int, line: Line | None, relays: list[Relay]
     ) -> None:
         self._rank_env = rank_env
         self._pid = pid
-        self._report_fd = report_fd
-        self._received = b""
+        self._rank_fd = rank_fd
+        self._rank = RankLine(functools.partial(self._tell, ENTERING), self._take_report)
         self._report: ExitReport | None = None
         self._deadline = math.inf  # when the rank must have ended
         self._line = line
         self._relays = relays
         self._reported = False
-        self._tentative = ""
-        self._up = False  # whether pyhvd is up in the rank
         self._overdue = False  # whether the rank had to be killed
         self._is_first = False  # whether the rank failed first on this host
         self._stopping = False  # whether a signal or the launcher ended the rank
@@ -81,8 +66,8 @@ class Supervisor:
                 self._overdue = True
                 signal_group(self._pid, signal.SIGKILL)  # its time is over, or mpiexec is gone
             self._wait(min(self._deadline - time.monotonic(), _PARTIAL_LINE_S if self._relays else math.inf))
-        self._read_report()
-        ended_well = end.si_status == 0 and self._report is None and not self._up
+        self._read_rank()
+        ended_well = end.si_status == 0 and self._report is None and not self._rank.up
         if not ended_well:
             # What the rank had started; the rank is not reaped yet, so its group is its own.
             signal_group(self._pid, signal.SIGKILL)
@@ -100,7 +85,7 @@ class Supervisor:
         read = wake_on_signals(self._forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_OVER_FORK)
         self._selector.register(read, selectors.EVENT_READ, lambda: _discard(read))
-        self._selector.register(self._report_fd, selectors.EVENT_READ, self._read_report)
+        self._selector.register(self._rank_fd, selectors.EVENT_READ, self._read_rank)
         if self._line is not None:
             self._selector.register(self._line, selectors.EVENT_READ, self._read_line)
         for relay in self._relays:
@@ -138,34 +123,26 @@ class Supervisor:
             self._stopping = True
             signal_group(self._pid, signal.SIGKILL)
 
-    def _read_report(self) -> None:
-        """Receive the rank's reports: lines, which may arrive in pieces."""
+    def _read_rank(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._report_fd, 65536):
-                self._received += chunk
-            self._forget(self._report_fd)  # closed
-        *lines, self._received = self._received.split(b"\n")
-        for report in map(ExitReport.load, lines):
-            if report.kind == TENTATIVE:
-                self._tentative = report.text
-            elif report.kind == UP:
-                self._up = bool(report.code)
-            elif report.kind == ENTERING:
-                self._tell("entering", report.code)
-            else:
-                self._reported = True
-                self._deadline = time.monotonic() + _EXIT_HANDLERS_S
-                self._announce(report)
+            while chunk := os.read(self._rank_fd, 65536):
+                self._rank.feed(chunk)
+            self._forget(self._rank_fd)  # closed
+
+    def _take_report(self, report: ExitReport, _: bytes) -> None:
+        self._reported = True
+        self._deadline = time.monotonic() + EXIT_HANDLERS_S
+        self._announce(report)
 
     def _announce(self, report: ExitReport) -> None:
         """Pass the failure on to the launcher at once, as this process may be killed next."""
         self._report = report
-        self._tell("report", report.dump().decode())
+        self._tell(REPORT, asdict(report))
         self._is_first = report.kind != SECONDARY and claim_first_failure(self._parent)
 
     def _describe_end(self, exit_code: int) -> ExitReport:
         """Return the report of a rank that ended without one."""
-        kind, code, text = describe_unreported(exit_code, self._tentative)
+        kind, code, text = describe_unreported(exit_code, self._rank.tentative)
         who = f"pyhvd: {self._rank_env.title} (pid {self._pid})"
         return ExitReport(self._rank_env.rank, kind, code, f"{who} {text}")
 

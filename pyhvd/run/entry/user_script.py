@@ -18,28 +18,19 @@ from pyhvd.common import launcher_hooks
 from pyhvd.job.mpi.abort import can_end_job, drain_output
 from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process import segments
-from pyhvd.job.process.exit_report import (
-    ENTERING,
-    EXCEPTION,
-    EXIT,
-    INTERRUPT,
-    SECONDARY,
-    TENTATIVE,
-    UP,
-    ExitReport,
-    is_secondary,
-)
+from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
+from pyhvd.job.process.rank_line import ENTERING, TENTATIVE, UP, tell, tell_report
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.run.horovod_name import offer_horovod
 from pyhvd.transport.mpi.ending import take_over, watch_abort
 
 
-def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
+def run_script(program: list[str], rank_env: RankEnv, line_fd: int) -> int:
     """Run `program` as ``__main__``; return the exit code. After a failure, report it first.
 
-    The supervisor reads :class:`ExitReport` from the pipe `report_fd`.
+    `line_fd` is this end of the rank's line (:mod:`pyhvd.job.process.rank_line`).
     """
-    ending = _Ending(rank_env, report_fd)
+    ending = _Ending(rank_env, line_fd)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # By lines, so that a killed rank loses none. Not unbuffered, as with PYTHONUNBUFFERED: print would
         # write a line and its end apart, while ranks share the screen.
@@ -92,9 +83,9 @@ class _Ending:
     A child that the program forks ends as Python ends it, and reports nothing.
     """
 
-    def __init__(self, rank_env: RankEnv, report_fd: int) -> None:
+    def __init__(self, rank_env: RankEnv, line_fd: int) -> None:
         self._rank_env = rank_env
-        self._report_fd = report_fd
+        self._line_fd = line_fd
         self._pid = os.getpid()
         self._code: int | None = None
         self._text = ""
@@ -117,37 +108,35 @@ class _Ending:
         """Report to the supervisor, which shows the text after the exit handlers, or without them."""
         self._code, self._text = code, text
         _flush()
-        self._send(kind, code, text, when)
+        if self.is_own:
+            at = time.time() if when is None else when
+            tell_report(self._line_fd, ExitReport(self._rank_env.rank, kind, code, text, at, titled=True))
         return code
 
     def tell_tentative(self, text: str) -> None:
         """Tell the supervisor what to show if this rank ends without a report; "" withdraws it."""
-        self._send(TENTATIVE, 1, text)
+        self._tell(TENTATIVE, text)
 
     def tell_entering(self) -> None:
         """Tell the supervisor that this rank is about to call MPI_Init."""
-        self._send(ENTERING, 1, "")
+        self._tell(ENTERING, True)
 
     def tell_entered(self) -> None:
         """Tell the supervisor that MPI_Init has returned."""
-        self._send(ENTERING, 0, "")
+        self._tell(ENTERING, False)
 
     def tell_up(self) -> None:
         """Tell the supervisor that pyhvd is up: now even exit code 0 is a failure to the other ranks."""
-        self._send(UP, 1, "")
+        self._tell(UP, True)
         segments.remove_own()
 
     def tell_down(self) -> None:
         """Tell the supervisor that pyhvd is about to shut down."""
-        self._send(UP, 0, "")
+        self._tell(UP, False)
 
-    def _send(self, kind: str, code: int, text: str, when: float | None = None) -> None:
-        if not self.is_own:
-            return
-        at = time.time() if when is None else when
-        line = ExitReport(self._rank_env.rank, kind, code, text, at).dump()
-        while line:
-            line = line[os.write(self._report_fd, line) :]
+    def _tell(self, what: str, value: object) -> None:
+        if self.is_own:
+            tell(self._line_fd, what, value)
 
     def leave(self) -> None:
         """After a failure, exit before MPI_Finalize waits for other ranks; this is the last exit handler."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pyhvd.job.spec import HOSTFILE, HOSTS, NUM_PROC
 from pyhvd.run.hosts.agent_template import SSH, ssh_command
-from pyhvd.run.hosts.clusters import kubernetes
+from pyhvd.run.hosts.clusters import small
 from pyhvd.run.hosts.clusters.detection import find_allocation
 from pyhvd.run.hosts.clusters.results import Allocation, Surroundings
 from pyhvd.run.hosts.hosts import (
@@ -78,7 +78,7 @@ def select(options: Options, around: Surroundings, find_own: FindOwn) -> HostSel
     if allocation is not None and allocation.hosts:
         return _allocated(allocation, options, find_own)
     if options.num_proc is None:
-        note = kubernetes.explain_missing_size(around.environ) or _MISSING_SIZE
+        note = small.explain_pod_of_job(around.environ) or _MISSING_SIZE
         return HostSelection("this host", (), None, note)
     host = Host("localhost", options.num_proc)
     placed = JobHosts((HostRanks(host, range(options.num_proc), own=True),), _agent(options, SSH))

@@ -1,4 +1,4 @@
-"""pyhvdrun's elastic jobs: the hosts of the user, or of a discovery script, and a program."""
+"""Elastic jobs whose agents are started by commands: on hosts of the user, of a cluster or of a discovery."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pyhvd.job.agent.host_facts import gather
-from pyhvd.job.agent.program_process import Program
+from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.commits.store import CommitStore, StoreError, open_folder
 from pyhvd.job.driver.agent_command import AgentCommand, AgentProcess
 from pyhvd.job.driver.agent_source import Checked, HostSlots
-from pyhvd.job.driver.discovery import ScriptDiscovery
-from pyhvd.job.driver.elastic_job import ElasticJob, Finds
+from pyhvd.job.driver.console import log_warning
+from pyhvd.job.driver.discovery import CallDiscovery, Discovery, HostFinder, ScriptDiscovery
+from pyhvd.job.driver.elastic_job import ElasticJob
 from pyhvd.job.driver.output import Output, is_terminal
 from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import LaunchError
@@ -86,8 +87,8 @@ class CommandStarter:
         The hosts of the user; none if discovery finds them.
     files : RankFiles
         The files of the output.
-    store : StoreOrder or None
-        Where commits are stored.
+    spec : JobSpec
+        Says where commits are stored.
     say : callable
         Shows a line of the job's own.
     """
@@ -98,14 +99,14 @@ class CommandStarter:
         agent: str,
         known: Sequence[HostRanks],
         files: RankFiles,
-        store: StoreOrder | None,
+        spec: JobSpec,
         say: Callable[[str], None],
     ) -> None:
         self._options = options
         self._agent = agent
         self._known = {each.host.name: each for each in known}
         self._files = files
-        self._store = store
+        self._store = None if spec.elastic is None else spec.elastic.store
         self._say = say
         self._checked: Checked | None = None
 
@@ -181,39 +182,9 @@ class CommandStarter:
         return replace(self._checked, facts=facts, rendezvous=PmiRendezvous())
 
 
-def run_found(options: Options) -> int:
-    """Run an elastic job on the hosts that a script finds; return the exit code."""
-    agent = options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file)
-    size = options.num_proc or options.elastic.min_np or 1
-    script, slots = options.elastic.discovery_script, options.slots_per_host or 1
-    assert script is not None
-    with contextlib.closing(ScriptDiscovery([script], slots)) as discovery:
-        return _run(options, agent, size, (), None, discovery)
-
-
-def run_on(options: Options, selection: HostSelection) -> int:
-    """Run an elastic job on the hosts of the user or of a cluster; return the exit code."""
-    placed = selection.placed
-    assert placed is not None
-    return _run(options, placed.agent, placed.size, *hosts_of(selection), None)
-
-
-def hosts_of(selection: HostSelection) -> tuple[list[HostRanks], list[FoundHost]]:
-    """Return the hosts with all their slots: for the agents' commands, and for the membership."""
-    own = find_own(selection.hosts)
-    known = [HostRanks(host, range(host.slots), host in own) for host in selection.hosts]
-    return known, [FoundHost(host.name, host.slots) for host in selection.hosts]
-
-
-def _run(
-    options: Options,
-    agent: str,
-    size: int,
-    known: Sequence[HostRanks],
-    fixed: Sequence[FoundHost] | None,
-    discovery: Finds | None,
-) -> int:
-    elastic, limits = options.elastic, limits_of(options, size)
+def run(options: Options, selection: HostSelection | None = None) -> int:
+    """Run an elastic job on these hosts, or on those that a script finds; return the exit code."""
+    elastic, size = options.elastic, _size_of(options, selection)
     status = StatusLine(sys.stderr, terminal=is_terminal(sys.stderr))
 
     def serve() -> None:
@@ -222,7 +193,7 @@ def _run(
         directory = options.directory or os.getcwd()
         store = make_store(elastic.store, elastic.store_every, of_stores(sent))
         files = RankFiles(options.output_filename, elastic.max_np or size)
-        files.make(limits.min_np)  # before anything is started
+        files.make(elastic.min_np or size)  # before anything is started
         shown = Output(
             files=files.by_rank,
             ranks=options.ranks,
@@ -231,14 +202,73 @@ def _run(
         )
         program = Program("pyhvd.run.entry.program_rank", options.program, directory, sent, preload)
         spec = spec_of(options, program.dump(), store)
-        with shown as output:
-            membership = Membership(limits, time.monotonic(), fixed)
-            starter = CommandStarter(options, agent, known, files, store, status.say)
-            job = ElasticJob(spec, membership, starter, discovery, output, status.say, status)
-            with contextlib.closing(job):
-                job.serve()
+        with shown as output, begin(options, selection, None, spec, output, files, status) as job:
+            job.serve()
 
     return exit_code(serve)
+
+
+@contextlib.contextmanager
+def begin(
+    options: Options,
+    selection: HostSelection | None,
+    finder: HostFinder | None,
+    spec: JobSpec,
+    output: Output,
+    files: RankFiles,
+    status: StatusLine | None = None,
+) -> Iterator[ElasticJob]:
+    """Begin an elastic job; end its agents at the end of the context.
+
+    Parameters
+    ----------
+    options : Options
+        As of a command line.
+    selection : HostSelection or None
+        The hosts; None if they are found while the job runs.
+    finder : HostFinder or None
+        Finds them; None if a script does.
+    spec : JobSpec
+        Of :func:`spec_of`.
+    output : Output
+        Shows the ranks' output.
+    files : RankFiles
+        The files of the output.
+    status : StatusLine, optional
+        Of pyhvdrun; without it the log gets the job's own lines.
+    """
+    say = log_warning if status is None else status.say
+    size = _size_of(options, selection)
+    agent, known, fixed, discovery = "", list[HostRanks](), None, None
+    with contextlib.ExitStack() as stack:
+        if selection is None:
+            discovery = stack.enter_context(contextlib.closing(_discover(options, finder)))
+            agent = options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file)
+        elif selection.placed is not None:
+            own = find_own(selection.hosts)
+            known = [HostRanks(host, range(host.slots), host in own) for host in selection.hosts]
+            fixed = [FoundHost(host.name, host.slots) for host in selection.hosts]
+            agent = selection.placed.agent
+        files.make(options.elastic.min_np or size)
+        membership = Membership(_limits(options, size), time.monotonic(), fixed)
+        starter = CommandStarter(options, agent, known, files, spec, say)
+        job = ElasticJob(spec, membership, starter, discovery, output, say, status)
+        yield stack.enter_context(contextlib.closing(job))
+
+
+def _size_of(options: Options, selection: HostSelection | None) -> int:
+    """Return the number of ranks with which a job starts."""
+    placed = None if selection is None else selection.placed
+    return placed.size if placed is not None else options.num_proc or options.elastic.min_np or 1
+
+
+def _discover(options: Options, finder: HostFinder | None) -> Discovery:
+    """Begin to look for hosts, by a function or by the script."""
+    slots, script = options.slots_per_host or 1, options.elastic.discovery_script
+    if finder is not None:
+        return CallDiscovery(finder, slots)
+    assert script is not None
+    return ScriptDiscovery([script], slots)
 
 
 def spec_of(
@@ -256,7 +286,7 @@ def spec_of(
     )
 
 
-def limits_of(options: Options, size: int) -> ElasticLimits:
+def _limits(options: Options, size: int) -> ElasticLimits:
     """Return the limits of a job that starts with so many ranks."""
     elastic = options.elastic
     return ElasticLimits(

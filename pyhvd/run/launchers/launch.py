@@ -22,7 +22,6 @@ from typing import Any, ParamSpec, TextIO, TypeVar, Unpack
 
 from pyhvd.config import read_timeout
 from pyhvd.job.agent.function_process import dump_call
-from pyhvd.job.driver.agent_source import CommandSource, HostSlots
 from pyhvd.job.driver.console import Console
 from pyhvd.job.driver.function_results import error_of, take_results
 from pyhvd.job.driver.kept_agents import KeptAgents
@@ -39,23 +38,16 @@ from pyhvd.job.rank.call import (
     rank_variables,
 )
 from pyhvd.job.spec import START_TIMEOUT, JobSpec, argument_of
-from pyhvd.run.hosts.agent_template import check_agent, explain
+from pyhvd.run.hosts.agent_template import check_agent
 from pyhvd.run.hosts.clusters.detection import find_rank
 from pyhvd.run.hosts.clusters.results import Surroundings
 from pyhvd.run.hosts.environment import to_send
 from pyhvd.run.hosts.hosts import HostRanks, HostsError, JobHosts, is_loopback
 from pyhvd.run.hosts.own_host import find_own
 from pyhvd.run.hosts.selection import HostSelection, read_file, select
-from pyhvd.run.launchers.elastic import RankFiles
-from pyhvd.run.launchers.launch_elastic import Elastic, ElasticCall, launch_elastic, read_elastic
-from pyhvd.run.launchers.many_hosts import (
-    agent_commands,
-    check_hosts,
-    ending,
-    make_driver,
-    make_files,
-    wanted_network,
-)
+from pyhvd.run.launchers.elastic import RankFiles, begin, spec_of
+from pyhvd.run.launchers.launch_elastic import Elastic, ElasticCall, read_elastic
+from pyhvd.run.launchers.many_hosts import ending, make_driver, make_files
 from pyhvd.run.options import Options
 
 P = ParamSpec("P")
@@ -232,30 +224,21 @@ class Hosts:
         shown = Output(
             job.stdout, job.stderr, files=files.by_rank, timestamp=job.prefix_output_with_timestamp
         )
-        with shown as output:
-            return launch_elastic(options, selection, call.discovery, code, output, files)
+        spec = spec_of(options, code, function=True)
+        with shown as output, begin(options, selection, call.discovery, spec, output, files) as begun:
+            return begun.serve_function()
 
     def _serve(
         self, spec: JobSpec, placed: JobHosts, directory: str, output: Output, kept: KeptAgents
     ) -> list[Any]:
         """Serve a job to its end; return the results in rank order."""
-        commands = agent_commands(self._options, placed)
-        names = {each.host.name: _name(each) for each in placed.hosts}
-        logins = {_name(each): each.host.destination for each in placed.hosts}
-        for name, command in commands.items():
-            _log.log(self._level, "the agent of %s: %s", names[name], shlex.join(command))
-        source = CommandSource(
-            spec,
-            [HostSlots(_name(each), len(each.ranks), commands[each.host.name]) for each in placed.hosts],
-            lambda: check_hosts(self._options, directory),
-            lambda name, code, said: explain(logins[name], code, said, argument_of),
-            kept,
-        )
         # A caller cannot know without the log what is a warning.
         console = Console(
             functools.partial(_log.log, self._level, "%s"), functools.partial(_log.warning, "%s")
         )
-        driver = make_driver(spec, source, output, console, wanted_network(self._options, placed))
+        driver, source = make_driver(self._options, spec, placed, directory, output, console, _name, kept)
+        for host in source.hosts:
+            _log.log(self._level, "the agent of %s: %s", host.name, shlex.join(host.command))
         try:
             with ending(driver):
                 driver.serve()

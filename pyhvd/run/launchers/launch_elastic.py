@@ -1,28 +1,17 @@
-"""``pyhvd.launch`` with ranks and hosts that come and go."""
+"""The arguments of ``pyhvd.launch`` for ranks and hosts that come and go."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from pyhvd.config import read_timeout
-from pyhvd.job.driver.console import log_warning
-from pyhvd.job.driver.discovery import CallDiscovery, Discovery, FindsHosts, HostFinder, ScriptDiscovery
-from pyhvd.job.driver.elastic_job import ElasticJob
-from pyhvd.job.driver.output import Output
-from pyhvd.job.machines.member_host import FoundHost
-from pyhvd.job.machines.membership import Membership
+from pyhvd.job.driver.discovery import FindsHosts, HostFinder
 from pyhvd.job.rank.call import check_size, expect, is_duration
 from pyhvd.job.spec import ELASTIC_TIMEOUT
-from pyhvd.run.hosts.agent_template import ssh_command
-from pyhvd.run.hosts.hosts import HostRanks
-from pyhvd.run.hosts.selection import HostSelection
-from pyhvd.run.launchers.elastic import CommandStarter, RankFiles, hosts_of, limits_of, spec_of
-from pyhvd.run.options import ElasticOptions, Options
+from pyhvd.run.options import ElasticOptions
 
 _COOLDOWNS_S = (1, 3600)
 
@@ -108,58 +97,3 @@ def read_elastic(given: Mapping[str, Any]) -> ElasticCall | None:
     slots = known.get("slots")
     expect(slots is None or (type(slots) is int and slots > 0), "slots", slots, "a whole number above 0")
     return ElasticCall(settings, slots, finder)
-
-
-def _discover(options: Options, finder: HostFinder | None) -> Discovery:
-    """Begin to look for hosts, by a function or by the script."""
-    slots, script = options.slots_per_host or 1, options.elastic.discovery_script
-    if finder is not None:
-        return CallDiscovery(finder, slots)
-    assert script is not None
-    return ScriptDiscovery([script], slots)
-
-
-def launch_elastic(
-    options: Options,
-    selection: HostSelection | None,
-    finder: HostFinder | None,
-    code: bytes,
-    output: Output,
-    files: RankFiles,
-) -> list[Any]:
-    """Run a function on ranks that are started again; return the results of the last ones.
-
-    Parameters
-    ----------
-    options : Options
-        As of a command line.
-    selection : HostSelection or None
-        The hosts; None if they are found while the job runs.
-    finder : HostFinder or None
-        Finds them; None if a script does.
-    code : bytes
-        What :func:`~pyhvd.job.agent.function_process.dump_call` wrote.
-    output : Output
-        Shows the ranks' output.
-    files : RankFiles
-        The files of the output.
-    """
-    discovery: Discovery | None = None
-    known: Sequence[HostRanks] = ()
-    fixed: Sequence[FoundHost] | None = None
-    with contextlib.ExitStack() as stack:
-        if selection is None:
-            discovery = stack.enter_context(contextlib.closing(_discover(options, finder)))
-            size = options.num_proc or options.elastic.min_np or 1
-            agent = options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file)
-        else:
-            assert selection.placed is not None
-            known, fixed = hosts_of(selection)
-            size, agent = selection.placed.size, selection.placed.agent
-        files.make(options.elastic.min_np or size)
-        membership = Membership(limits_of(options, size), time.monotonic(), fixed)
-        starter = CommandStarter(options, agent, known, files, None, log_warning)
-        job = ElasticJob(
-            spec_of(options, code, function=True), membership, starter, discovery, output, log_warning
-        )
-        return stack.enter_context(contextlib.closing(job)).serve_function()

@@ -203,7 +203,7 @@ class _LocalJob:
             elif what == "entering":
                 self._entrance.leave()
             elif what == "report":
-                self._reports.append(ExitReport.load(value.encode()))
+                self._reports.append(ExitReport(**value))
             elif what == "ended":
                 self._ended.add(self._ranks[line])
                 if value == 0:

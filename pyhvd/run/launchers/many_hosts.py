@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from pyhvd.job.agent.host_facts import gather
-from pyhvd.job.agent.program_process import Program
+from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, Terminal
 from pyhvd.job.driver.generation_driver import GenerationDriver
+from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output, is_terminal
 from pyhvd.job.driver.signals import signals
 from pyhvd.job.driver.status_line import StatusLine, say
@@ -35,7 +36,7 @@ from pyhvd.job.spec import NETWORK_INTERFACES, OUTPUT_FILENAME, JobSpec, NameOf,
 from pyhvd.run.entry.missing_script import describe_missing
 from pyhvd.run.hosts.agent_template import agent_command, explain
 from pyhvd.run.hosts.environment import to_send
-from pyhvd.run.hosts.hosts import JobHosts
+from pyhvd.run.hosts.hosts import HostRanks, JobHosts
 from pyhvd.run.options import Options
 
 # How long the agents have to end their ranks at the end of the job.
@@ -96,27 +97,40 @@ def _drive(options: Options, placed: JobHosts, output: Output, status: StatusLin
         "pyhvd.run.entry.program_rank", options.program, directory, to_send(given, options.settings)
     )
     spec = JobSpec(program.dump(), start_timeout=options.start_timeout, ends_late=options.ends_late)
-    commands = agent_commands(options, placed)
-    logins = {each.host.name: each.host.destination for each in placed.hosts}
-    source = CommandSource(
-        spec,
-        [HostSlots(each.host.name, len(each.ranks), commands[each.host.name]) for each in placed.hosts],
-        lambda: check_hosts(options, directory),
-        lambda name, code, said: explain(logins[name], code, said),
-    )
     terminal = Terminal(status)
     console = Console(status.say, status.say, terminal)
-    driver = make_driver(spec, source, output, console, wanted_network(options, placed))
+    driver, _ = make_driver(options, spec, placed, directory, output, console)
     with signals(terminal, driver.selector), ending(driver):
         driver.serve()
 
 
 def make_driver(
-    spec: JobSpec, source: CommandSource, output: Output, console: Console, network: Wanted
-) -> GenerationDriver:
-    """Return the driver of a job on hosts that the first failure ends."""
+    options: Options,
+    spec: JobSpec,
+    placed: JobHosts,
+    directory: str,
+    output: Output,
+    console: Console,
+    name_of: Callable[[HostRanks], str] = lambda each: each.host.name,
+    kept: KeptAgents | None = None,
+) -> tuple[GenerationDriver, CommandSource]:
+    """Return the driver of a job that the first failure ends, and the source of its agents.
+
+    `directory` is where the ranks run, `name_of` returns a host's name for messages and ranks, and `kept` has
+    the agents of earlier jobs.
+    """
+    commands = agent_commands(options, placed)
+    logins = {name_of(each): each.host.destination for each in placed.hosts}
+    source = CommandSource(
+        spec,
+        [HostSlots(name_of(each), len(each.ranks), commands[each.host.name]) for each in placed.hosts],
+        lambda: check_hosts(options, directory),
+        lambda name, code, said: explain(logins[name], code, said, options.name_of),
+        kept,
+    )
     texts = HostTexts(source.size, source.pool.names, spec.start_timeout, spec.name_of)
-    return GenerationDriver(spec, source, texts, output, console, network)
+    network = wanted_network(options, placed)
+    return GenerationDriver(spec, source, texts, output, console, network), source
 
 
 @contextlib.contextmanager

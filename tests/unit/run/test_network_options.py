@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyhvd.job.agent.program_process import Program, program_environment
+from pyhvd.job.agent.rank_process import Program, rank_environment
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.messages import Start
 from pyhvd.job.network.network_choice import Wanted
@@ -55,7 +55,7 @@ def test_variables_that_the_user_or_the_host_has_set_win() -> None:
     start = Start(
         0, 1, 0, 1, {"OWN": "rank"}, defaults=dict.fromkeys(("OWN", "USERS", "HOSTS", "FREE"), "job")
     )
-    found = program_environment({"HOSTS": "host", "BOTH": "host"}, program, start)
+    found = rank_environment({"HOSTS": "host", "BOTH": "host"}, start, program)
     assert {name: value for name, value in found.items() if not name.startswith(("PMI", "MPI"))} == {
         "OWN": "rank",
         "USERS": "user",

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 from pyhvd.job.spec import HOSTFILE, HOSTS
-from pyhvd.run.hosts.clusters import (
-    flux,
-    hydra,
-    kubernetes,
-    lsf,
-    mpijob,
-    openmpi,
-    pals,
-    pbs,
-    sagemaker,
-    sge,
-    slurm,
-)
+from pyhvd.run.hosts.clusters import lsf, mpijob, slurm, small
 from pyhvd.run.hosts.clusters.results import Allocation, Environ, ForeignRank, Surroundings
 from pyhvd.run.hosts.hosts import HostsError
 
 # Ranks of an mpiexec inherit the variables of the cluster's job: mpiexecs come first. PALS, Flux and srun may
 # set PMI's variables too: PMI's variables alone come last.
 _RANKS = (
-    openmpi.find_rank,
-    hydra.find_rank,
+    small.find_mpiexec_rank,
     lsf.find_rank,
-    pals.find_rank,
-    flux.find_rank,
+    small.find_pals_rank,
+    small.find_flux_rank,
     slurm.find_rank,
-    openmpi.find_pmi_rank,
+    small.find_pmi_rank,
 )
 # A hostfile that the user chose comes before the hosts of the cluster's job. Flux and Kubernetes, whose
 # variables name no hosts, come last: other systems run inside them.
 _ALLOCATIONS = (
     mpijob.find_allocation,
-    hydra.find_allocation,
+    small.find_hydra_allocation,
     slurm.find_allocation,
     lsf.find_allocation,
-    pbs.find_allocation,
-    sge.find_allocation,
-    sagemaker.find_allocation,
-    flux.find_allocation,
-    kubernetes.find_allocation,
+    small.find_pbs_allocation,
+    small.find_sge_allocation,
+    small.find_sagemaker_allocation,
+    small.find_flux_allocation,
+    small.find_kubernetes_allocation,
 )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from pyhvd.run.hosts.agent_template import SSH
-from pyhvd.run.hosts.clusters.hydra import HOST_FILES
-from pyhvd.run.hosts.clusters.results import Allocation, Surroundings, number, read_file
+from pyhvd.run.hosts.clusters.results import HYDRA_HOST_FILES, Allocation, Surroundings, number, read_file
 from pyhvd.run.hosts.hosts import HostsError, parse_hostfile
 
 _HOST_FILE = "/etc/mpi/hostfile"
@@ -21,7 +20,7 @@ def find_allocation(around: Surroundings) -> Allocation | None:
     kubexec = environ.get("OMPI_MCA_plm_rsh_agent") == _KUBEXEC
     if environ.get("K_MPI_JOB_ROLE") != "launcher" and not kubexec:
         return None
-    given = [environ.get(name) for name in ("OMPI_MCA_orte_default_hostfile", *HOST_FILES)]
+    given = [environ.get(name) for name in ("OMPI_MCA_orte_default_hostfile", *HYDRA_HOST_FILES)]
     path = next((name for name in given if name), _HOST_FILE)
     slots = number(environ, "OMPI_MCA_orte_set_default_slots", "I_MPI_PERHOST")
     text = read_file(path, "this pod is the launcher of an MPIJob", around)

@@ -11,6 +11,8 @@ from pyhvd.run.hosts.agent_template import SSH
 from pyhvd.run.hosts.hosts import Host, HostsError
 
 Environ = Mapping[str, str]
+HYDRA_HOST_FILES = ("HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE")
+"""The variables that name a hostfile for Hydra, the mpiexec of MPICH and Intel MPI."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pyhvd.job.agent.elastic_host import Zygote
-from pyhvd.job.agent.program_process import Program
+from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.agent.zygote import imports_of
 from tests.waiting import wait_until
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.run.hosts.agent_template import SSH, agent_command, check_agent, explain, ssh_command
-from pyhvd.run.hosts.clusters import flux, kubernetes, lsf, slurm
+from pyhvd.run.hosts.clusters import lsf, slurm, small
 
 COMMAND = "exec '/opt/my python' -P -m pyhvd.job.agent.agent"
 
 
-@pytest.mark.parametrize("template", [SSH, flux.AGENT, kubernetes.AGENT, lsf.AGENT, slurm.AGENT])
+@pytest.mark.parametrize("template", [SSH, small.FLUX_AGENT, small.KUBERNETES_AGENT, lsf.AGENT, slurm.AGENT])
 def test_the_commands_of_clusters_are_templates(template: str) -> None:
     assert check_agent(template) == template
     words = agent_command(template, "h1", COMMAND)
@@ -54,7 +54,7 @@ def test_malformed_templates(template: str, message: str) -> None:
 
 
 def test_the_flux_command_is_one_for_a_shell() -> None:
-    shell, flag, script, host, command = agent_command(flux.AGENT, "h1", COMMAND)
+    shell, flag, script, host, command = agent_command(small.FLUX_AGENT, "h1", COMMAND)
     assert (shell, flag, host, command) == ("sh", "-c", "h1", COMMAND)
     assert shlex.split(script)[:4] == ["exec", "flux", "exec", "-r"]
 

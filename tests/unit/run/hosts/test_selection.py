@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pyhvd.run.hosts.agent_template import SSH
-from pyhvd.run.hosts.clusters import kubernetes, slurm
+from pyhvd.run.hosts.clusters import slurm, small
 from pyhvd.run.hosts.clusters.results import Surroundings
 from pyhvd.run.hosts.hosts import Host, HostsError
 from pyhvd.run.hosts.selection import HostSelection, select
@@ -79,7 +79,7 @@ def test_rules(environ: dict[str, str], given: dict[str, Any], rule: str, placed
         (SLURM, {"hosts": "me@n3:1"}, SSH),
         (SLURM, {"launch_agent": "x {host} {command}"}, "x {host} {command}"),
         (SLURM, {"hosts": "n3", "launch_agent": "x {host} {command}"}, "x {host} {command}"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {"hosts": "pod-0:2"}, kubernetes.AGENT),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {"hosts": "pod-0:2"}, small.KUBERNETES_AGENT),
         ({"PBS_JOBID": "9", "PBS_NODEFILE": "/gone"}, {"hosts": "h1"}, SSH),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pyhvd.run.hosts.agent_template import SSH, agent_command
-from pyhvd.run.hosts.clusters import flux, kubernetes, lsf, slurm
+from pyhvd.run.hosts.clusters import lsf, slurm, small
 
 STAND_INS = {
     # srun reads options up to the program, and starts it without a shell.
@@ -77,8 +77,8 @@ def environ(tmp_path: Path) -> dict[str, str]:
         SSH,
         slurm.AGENT,
         lsf.AGENT,
-        flux.AGENT,
-        kubernetes.AGENT,
+        small.FLUX_AGENT,
+        small.KUBERNETES_AGENT,
         "kubectl exec -i {host} --container main -- sh -c {command}",
     ],
     ids=lambda template: template.split()[0],

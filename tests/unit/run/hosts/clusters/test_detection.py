@@ -18,11 +18,10 @@ from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.job.spec import argument_of
 from pyhvd.run.hosts.agent_template import SSH
 from pyhvd.run.hosts.clusters.detection import find_allocation, find_rank
-from pyhvd.run.hosts.clusters.kubernetes import explain_missing_size
 from pyhvd.run.hosts.clusters.marks import has_marks
 from pyhvd.run.hosts.clusters.results import Surroundings
 from pyhvd.run.hosts.clusters.slurm import expand_counts, expand_hostlist
-from pyhvd.run.hosts.clusters.torchrun import explain_refusal
+from pyhvd.run.hosts.clusters.small import explain_pod_of_job, explain_torchrun
 from pyhvd.run.hosts.hosts import HostsError
 
 HERE = Path(__file__).parent
@@ -156,7 +155,7 @@ def test_every_system_is_looked_for(name: str) -> None:
     else:
         allocation = find_allocation(around(environ))
         hosts = allocation is not None and allocation.hosts != ()
-        assert has_marks(environ) == (hosts or explain_refusal(environ) is not None)
+        assert has_marks(environ) == (hosts or explain_torchrun(environ) is not None)
 
 
 def test_a_plain_host_has_no_mark() -> None:
@@ -404,17 +403,17 @@ def test_slots_of_sagemaker() -> None:
 
 
 def test_a_pod_of_an_indexed_job_is_told_what_to_use() -> None:
-    assert explain_missing_size(recorded("kubernetes_job")) == (
+    assert explain_pod_of_job(recorded("kubernetes_job")) == (
         "this is pod 2 of an indexed Job of Kubernetes, which is no rank: use an MPIJob, give the pods with"
         " -H, or start ranks in this pod alone with -n N"
     )
-    assert explain_missing_size(recorded("mpijob_v1")) is None
+    assert explain_pod_of_job(recorded("mpijob_v1")) is None
 
 
 def test_torchrun_is_refused() -> None:
     environ = recorded("torchrun")
-    assert explain_refusal(environ) == (
+    assert explain_torchrun(environ) == (
         "torchrun has started this process (RANK=3), and MPI does not know it: start the script with pyhvdrun"
         " alone, e.g. pyhvdrun -n 4 train.py"
     )
-    assert explain_refusal({"RANK": "3", "WORLD_SIZE": "4"}) is None
+    assert explain_torchrun({"RANK": "3", "WORLD_SIZE": "4"}) is None

@@ -1,0 +1,135 @@
+"""The line from a rank's process to the process that watches it: the supervisor, or the agent of its host.
+
+A message is a line of JSON, ``[what, value]``:
+
+=========  =============================================================================================
+ENTERING   whether the rank is about to call MPI_Init, where it waits for the other ranks; or has returned
+UP         whether pyhvd is up in the rank
+TENTATIVE  the text to show if the rank ends without a report; an empty text withdraws it
+REPORT     how the rank fails: an :class:`ExitReport`, and the pickled exception in base64, if it is sent
+RESULT     the number of bytes that follow: what the rank's function returned. It is the last message
+=========  =============================================================================================
+
+The watcher makes the line for a rank that it starts, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from pyhvd.job.process.exit_report import ExitReport
+
+ENTERING = "entering"
+UP = "up"
+TENTATIVE = "tentative"
+REPORT = "report"
+RESULT = "result"
+EXIT_HANDLERS_S = 0.5
+"""After reporting a failure, a rank that runs a program has this long for its exit handlers."""
+MAX_LINE = 1 << 26
+"""Most bytes of a line: a report has a text and a traceback, and an exception."""
+
+
+def dump_message(what: str, value: object) -> bytes:
+    """Return a message's line."""
+    return json.dumps([what, value]).encode() + b"\n"
+
+
+def take_messages(received: bytearray) -> Iterator[tuple[str, Any]]:
+    """Take the complete messages from the bytes that have arrived; yield what and value of each.
+
+    Raises
+    ------
+    ValueError
+        The bytes are no messages.
+    """
+    while (end := received.find(b"\n")) >= 0:
+        line = bytes(received[:end])
+        del received[: end + 1]
+        what, value = json.loads(line)
+        yield what, value
+    if len(received) > MAX_LINE:
+        raise ValueError(f"a line of more than {MAX_LINE} bytes")
+
+
+def tell(fd: int, what: str, value: object, *pieces: bytes | memoryview) -> None:
+    """Send a message, and the bytes that follow a result."""
+    for piece in (dump_message(what, value), *pieces):
+        left = memoryview(piece)
+        while left:
+            left = left[os.write(fd, left) :]
+
+
+def tell_report(fd: int, report: ExitReport, exception: bytes = b"") -> None:
+    """Send how this rank fails, and the pickled exception."""
+    tell(fd, REPORT, [asdict(report), base64.b64encode(exception).decode()])
+
+
+class RankLine:
+    """The watcher's end: it keeps what the rank has told.
+
+    Parameters
+    ----------
+    on_enter : callable
+        Called with the value of each ENTERING.
+    on_report : callable
+        Called with a report, and the pickled exception.
+    on_result : callable
+        Called with each part of the result; with an empty part if the result is empty. A rank that runs a
+        program has none.
+
+    Attributes
+    ----------
+    tentative : str
+        The last tentative text.
+    up : bool
+        Whether pyhvd is up in the rank.
+    left : int or None
+        The bytes of the result that have not arrived; None before it begins.
+    """
+
+    def __init__(
+        self,
+        on_enter: Callable[[bool], None],
+        on_report: Callable[[ExitReport, bytes], None],
+        on_result: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        self._on_enter = on_enter
+        self._on_report = on_report
+        self._on_result = on_result
+        self._received = bytearray()
+        self.tentative = ""
+        self.up = False
+        self.left: int | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Take in bytes that have arrived; raise ValueError if they are no messages."""
+        if self.left is None:
+            self._received += data
+            data = self._take()
+        if self.left is not None:
+            part = data[: self.left]
+            self.left -= len(part)
+            self._on_result(part)
+
+    def _take(self) -> bytes:
+        """Handle the complete messages; return the bytes of a result that has begun."""
+        for what, value in take_messages(self._received):
+            if what == RESULT:
+                self.left = int(value)
+                return bytes(self._received)
+            if what == TENTATIVE:
+                self.tentative = value
+            elif what == UP:
+                self.up = value
+            elif what == ENTERING:
+                self._on_enter(value)
+            elif what == REPORT:
+                fields, exception = value
+                self._on_report(ExitReport(**fields), base64.b64decode(exception))
+        return b""
