@@ -377,8 +377,8 @@ class JobMachine:
         # On hosts the ranks' own ends say all; in Spark a failure of mpiexec before them counts.
         if len(self.ended) == self.size and (self._wanted is not None or not self.failing):
             return [Done()]
-        if not self.placements and self.pool.has_problem():
-            error = self.pool.problems(now)
+        if not self.placements and self.pool.has_problem:
+            error = self.pool.problem_error(now)
             return [] if error is None else [End(error)]
         late = self._entrance.late(now)
         if late is not None and self.ends_late:

@@ -194,8 +194,8 @@ class Schedule(RuleBasedStateMachine):
     @rule(data=st.data(), jitter=st.floats(0, 1))
     def lose_before_the_start(self, data: st.DataObject, jitter: float) -> None:
         host = data.draw(st.sampled_from(sorted(self.members)))
-        self.machine.lose(self.members.pop(host), "is lost", self.now)
         self.machine.pool.fail(host, "reset", self.now, jitter, may_pass=True)
+        self.machine.lose(self.members.pop(host), "is lost", self.now)
         self.again_at[host] = self.now + 0.5
         self.tick()
 
@@ -281,6 +281,19 @@ def test_an_agent_is_replaced_by_a_newer_attempt_only() -> None:
     assert made.register(member_of(1, 1)) == ""
     assert isinstance(made.tick(0.0)[0], Begin)
     assert "registered already" in made.register(member_of(1, 1, attempt=9))
+
+
+def test_an_earlier_failure_of_an_agent_that_is_up_is_no_problem() -> None:
+    made = on_hosts(2, NAMES[:2])
+    made.until = START_S
+    assert made.tick(0.0) == [StartCommand(0), StartCommand(1)]
+    made.pool.fail(0, "ssh says: connection reset", 0.0, 0.0, may_pass=True)
+    assert made.tick(1.0) == [StartCommand(0)]
+    assert made.register(member_of(0, 1)) == ""
+    made.pool.fail(1, "no such host", 1.0, 0.0, may_pass=False)
+    (action,) = made.tick(1.0)
+    assert isinstance(action, End)
+    assert str(action.error) == "host h1: no such host"
 
 
 def test_those_that_do_not_come_are_named() -> None:
