@@ -112,7 +112,7 @@ class ConnectionServer:
             key.data()
         now = time.monotonic()
         if now > before + 4 * _TICK_S:
-            self._silent_since = now  # this process was stopped: the peers may have been speaking
+            self._silent_since = now  # this process was suspended: messages may wait unread
         beat = now >= self._next_beat
         if beat:
             self._next_beat = now + BEAT_S

@@ -237,7 +237,7 @@ class Agent:
             key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
-            self._silent_since = now  # this process was stopped: the driver may have been speaking
+            self._silent_since = now  # this process was suspended: messages may wait unread
         self._check_children(now)
         if now >= self._next_beat:
             self._next_beat = now + beat_s
