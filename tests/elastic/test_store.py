@@ -93,7 +93,7 @@ def test_a_store_that_cannot_be_written_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("nosuch://folder", "nosuch://folder cannot be opened: "),
+        ("nosuch://folder", "nosuch://folder: cannot be opened: "),
         ("", "this job has no store: give pyhvdrun --elastic-store"),
     ],
 )
