@@ -85,7 +85,7 @@ class StoreChild:
     def _begin_writer(self, order: StoreOrder, now: float) -> None:
         try:
             self._writer = _ChildProcess(WRITE, order, self._vault)
-        except OSError as exc:  # no room for a process: later there may be
+        except OSError as exc:  # too many processes: try again later
             self._vault.store_failure = _ALL, f"the process that stores commits cannot be started: {exc}"
             self._next, self._pause = now + self._pause, min(2 * self._pause, _LATEST_S)
 
