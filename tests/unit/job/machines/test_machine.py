@@ -385,7 +385,9 @@ def test_ranks_that_do_not_stop_are_named_once() -> None:
     assert made.tick(1.9) == []
     (say,) = made.tick(2.0)
     assert isinstance(say, Say)
-    assert "ranks 1 are still stopping" in say.text
+    assert say.text == (
+        "pyhvd: rank 1 is still stopping, and will be killed 5 s after the signal, or at once by Ctrl-C"
+    )
     assert made.tick(3.0) == []
     (action,) = made.tick(6.0)
     assert isinstance(action, End)
@@ -438,6 +440,15 @@ def test_ranks_that_end_after_init_or_all_without_it() -> None:
             assert machine.tick(1e6) == []
             machine.end(rank, 2.0)
         assert machine.tick(1e6) == [Done()]
+
+
+def test_several_ranks_that_are_late_in_init() -> None:
+    machine = started(ends_late=True)
+    machine.enter(1, 0.0)
+    assert str(error_in(machine.tick(START_S))) == (
+        "pyhvd: rank 0 of 6 on host h0 has not called init() within the start timeout of 30 s, nor have ranks"
+        " 2-5, and rank 1 waits for it there"
+    )
 
 
 @pytest.mark.parametrize("ends", [True, False])
