@@ -71,7 +71,7 @@ class ConnectionServer:
     peers : list of Peer
         The connected processes.
     silent_s : float
-        An agent that is silent for so long is lost.
+        An agent that is silent for this many seconds is lost.
     """
 
     def __init__(
