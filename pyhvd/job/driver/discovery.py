@@ -260,11 +260,13 @@ class CallDiscovery(Discovery):
             os.close(over)
 
     def _start(self, results: list[Found | DiscoveryFailed]) -> int:
-        """Start a call; return a descriptor that reads end-of-file when `results` has the call's result."""
+        """Start a call; return a descriptor that is readable when `results` has the call's result."""
         over, end = os.pipe()
 
         def call() -> None:
             results.append(self._call())
+            with contextlib.suppress(OSError):  # this object is closed
+                os.write(end, b"x")  # end-of-file would wait for processes that the call has forked
             os.close(end)
 
         try:

@@ -374,6 +374,27 @@ def test_a_call_that_hangs_does_not_hold_up_the_end() -> None:
     wait_until(lambda: all(thread.name != "pyhvd.job.discovery.call" for thread in threading.enumerate()))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_a_call_that_leaves_a_forked_process_behind() -> None:
+    children: list[int] = []
+
+    def find() -> dict[str, int]:
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+            os._exit(0)
+        children.append(child)
+        return {"h1": 1}
+
+    try:
+        with calls(find, limit=2.0) as discovery:
+            assert first(discovery) == Found((FoundHost("h1", 1),), ())
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 def test_nothing_is_left_open_after_calls() -> None:
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     with calls(lambda: {"h1": 1}) as discovery:
