@@ -71,7 +71,7 @@ class ConnectionServer:
     peers : list of Peer
         The connected processes.
     silent_s : float
-        An agent that is silent for so long is lost.
+        An agent that is silent for this many seconds is lost.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ConnectionServer:
             key.data()
         now = time.monotonic()
         if now > before + 4 * _TICK_S:
-            self._silent_since = now  # this process was stopped: the peers may have been speaking
+            self._silent_since = now  # this process was suspended: messages may wait unread
         beat = now >= self._next_beat
         if beat:
             self._next_beat = now + BEAT_S

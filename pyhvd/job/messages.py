@@ -38,7 +38,7 @@ class StoreOrder(msgspec.Struct, frozen=True):
     key : bytes
         The job's secret, by which it knows its own commits.
     every : int
-        Each commit of so many is stored; those that ranks wait for are stored in any case.
+        Each `every`-th commit is stored; those that ranks wait for are stored in any case.
     env : list of (bytes, bytes)
         Variables that file systems read, such as credentials.
     """

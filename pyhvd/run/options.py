@@ -28,7 +28,7 @@ class ElasticOptions:
     store : str
         The folder, as fsspec names it, in which commits are stored; empty without one.
     store_every : int
-        Each commit of so many is stored.
+        Each `store_every`-th commit is stored.
     preload : tuple of str
         Modules that zygotes import besides those at the program's top.
     """

@@ -37,7 +37,7 @@ class ElasticTask:
     executable : str, optional
         The Python of agent and rank; by default the executor's.
     most_failures : int
-        Spark ends the job when a task has failed so many times.
+        The number of failures of one task after which Spark ends the job.
     broadcasts : mapping of int to Broadcast
         The broadcast variables of the function.
     """

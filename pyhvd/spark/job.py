@@ -23,7 +23,7 @@ from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.messages import Hello, Member
 from pyhvd.job.mpi.rendezvous import RankPlacement, Rendezvous
 from pyhvd.job.process.exit_report import ExitReport
-from pyhvd.spark.data.partition import collect_beside
+from pyhvd.spark.data.partition import run_with_rows
 from pyhvd.spark.data.schema import Selection
 from pyhvd.spark.elastic_task import ElasticTask
 from pyhvd.spark.errors import DataError, SparkError, reason_of
@@ -256,7 +256,7 @@ class CollectJob:
     def _run_tasks(self) -> list[tuple[int, bytes]]:
         if self._rows is not None:
             assert isinstance(self._body, TaskBody)
-            results = collect_beside(self._rows, self._body, barrier=self._barrier)
+            results = run_with_rows(self._rows, self._body, barrier=self._barrier)
             if not results:  # Spark starts no task for a DataFrame that it finds empty
                 raise DataError("the DataFrame has no rows")
             return results

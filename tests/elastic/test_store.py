@@ -74,7 +74,7 @@ def test_without_a_stored_commit_the_job_ends(tmp_path: Path) -> None:
     assert ended.code == 1, ended
     last = ended.err.splitlines()[-1]
     assert last.startswith("pyhvd: every host that held commit "), ended
-    assert last.endswith("nor can it be had from the store: the store has no commit of this job"), ended
+    assert last.endswith("and the store cannot provide it: the store has no commit of this job"), ended
 
 
 def test_a_store_that_cannot_be_written_to(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_store_that_cannot_be_written_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("nosuch://folder", "nosuch://folder cannot be opened: "),
+        ("nosuch://folder", "nosuch://folder: cannot be opened: "),
         ("", "this job has no store: give pyhvdrun --elastic-store"),
     ],
 )

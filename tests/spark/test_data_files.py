@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -216,6 +216,22 @@ def test_secrets_are_not_shown() -> None:
     shown += repr(pyhvd.spark.Store.create("s3://bucket/x", storage_options={"secret": "hunter2"}))
     assert "hunter2" not in shown
     assert "s3://bucket/x" in shown
+
+
+def test_a_write_that_fails_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the file system is gone when the temporary file is to be removed."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def fails(error: str) -> Callable[..., None]:
+        def call(*_: object, **__: object) -> None:
+            raise OSError(error)
+
+        return call
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", fails("no space"))
+    monkeypatch.setattr(MemoryFileSystem, "exists", fails("gone"))
+    with pytest.raises(OSError, match="no space"):
+        Folder("memory://full").write("file", b"data")
 
 
 def test_a_scheme_that_nobody_knows() -> None:

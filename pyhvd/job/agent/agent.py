@@ -70,7 +70,7 @@ from pyhvd.transport.tcp.session import ChannelError
 # How long to wait for the driver to end the job after a failure. The agent of an elastic job does not end
 # then: it holds the state, and the driver may be suspended.
 _DRIVER_ANSWER_S = 5.0
-# Ranks of an elastic job that have failure callbacks have so long for them, before they are killed.
+# Time for the failure callbacks of ranks of an elastic job, before the ranks are killed.
 _FAILURE_CALLBACKS_S = 0.25
 LAST_MESSAGES_S = 5.0
 """How long an agent waits at its end for the driver to receive the last messages."""
@@ -237,7 +237,7 @@ class Agent:
             key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
-            self._silent_since = now  # this process was stopped: the driver may have been speaking
+            self._silent_since = now  # this process was suspended: messages may wait unread
         self._check_children(now)
         if now >= self._next_beat:
             self._next_beat = now + beat_s

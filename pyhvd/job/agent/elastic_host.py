@@ -26,7 +26,7 @@ from pyhvd.job.commits.store_child import StoreChild
 from pyhvd.job.commits.vault import Vault
 from pyhvd.job.messages import Start
 
-# A fork takes milliseconds; a zygote that does not answer for so long is given up.
+# A fork takes milliseconds; a zygote that does not answer within this time is given up.
 _ANSWER_S = 2.0
 
 

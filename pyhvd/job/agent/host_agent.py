@@ -1,13 +1,15 @@
 """``python -P -m pyhvd.job.agent.host_agent``: the agent of a host, which owns all of the job's ranks there.
 
-The driver starts it by a command such as ssh, whose stdin and stdout are the channel. The first line of stdin
-is the channel's key. When the channel ends, or is silent for 20 s, the agent kills its ranks and ends.
+The driver starts the agent by a command such as ssh, whose stdin and stdout are the channel. The first line
+of stdin is the channel's key. When the channel ends, or is silent for 20 s, the agent kills its ranks and
+ends.
 
-1. The agent says :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
-2. After a job of functions without error, and after each generation of an elastic job, the agent waits. The
-   driver of the next job asks for 1 by :class:`Again`, over the same channel.
-3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.agent.elastic_host`. There SIGTERM means
-   that the host shall go: :mod:`pyhvd.job.agent.notice`. In any other job SIGTERM ends the agent.
+1. The agent sends :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
+2. After a job of functions without error, and after each generation of an elastic job, the agent waits. For
+   the next job the driver sends :class:`Again` over the same channel, and step 1 follows.
+3. In an elastic job the agent keeps the ranks' commits: :mod:`pyhvd.job.agent.elastic_host`. There SIGTERM is
+   a notice that the host will be taken away: :mod:`pyhvd.job.agent.notice`. In any other job SIGTERM ends the
+   agent.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
-# Bytes of the line, and of the key.
-_LONGEST_KEY = 128
+# The most bytes of the key's line, and the fewest of the key.
+_LONGEST_LINE = 128
 _SHORTEST_KEY = 16
 
 
 def take_channel() -> socket.socket | PipePair:
-    """Return the channel in place of stdin and stdout, which become /dev/null and stderr.
+    """Return the channel, and replace stdin by /dev/null and stdout by stderr.
 
-    A local command has one socket as both, sshd makes two pipes.
+    The channel of a local command is one socket. Below sshd it is two pipes.
     """
     one, other = os.fstat(0), os.fstat(1)
     channel: socket.socket | PipePair
@@ -59,9 +61,9 @@ def take_channel() -> socket.socket | PipePair:
 
 
 def read_key(channel: socket.socket | PipePair) -> bytes:
-    """Return the key, in hexadecimal digits the first line; read no more than this line."""
+    """Read the first line, and no more; return the key, which the line has in hexadecimal digits."""
     line = b""
-    while not line.endswith(b"\n") and len(line) < _LONGEST_KEY and (byte := channel.recv(1)):
+    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE and (byte := channel.recv(1)):
         line += byte
     with contextlib.suppress(ValueError):
         key = bytes.fromhex(line.decode())
@@ -71,29 +73,28 @@ def read_key(channel: socket.socket | PipePair) -> bytes:
 
 
 class _Idle:
-    """An agent between two jobs, and before the first; it beats, as an agent with ranks does."""
+    """An agent without ranks: before its first job, and between two jobs. It sends beats."""
 
     def __init__(self, driver: Connection, task: int) -> None:
         self.host: ElasticHost | None = None
-        self.stopped = ""  # why, if the driver said so
+        self.stopped = ""  # why the driver has stopped this agent; empty if it has not
         self._driver = driver
         self._task = task
         self._next_beat = time.monotonic() + BEAT_S
         self._silent_since = time.monotonic()
 
     def greet(self) -> None:
-        """Begin the next job."""
+        """Send Hello, with which a job begins."""
         commit = 0 if self.host is None else self.host.vault.commit
-        known = msgspec.structs.replace(hello(), commit=commit, task=self._task)
-        self._driver.send(encode(known))
+        self._driver.send(encode(msgspec.structs.replace(hello(), commit=commit, task=self._task)))
 
     def close(self) -> None:
-        """Forget what the ranks committed."""
+        """Discard the ranks' commits."""
         if self.host is not None:
             self.host.close()
 
     def wait(self) -> Prepare | None:
-        """Return what the next job wants; None if the driver has ended the channel.
+        """Return what the next job needs; None if the driver has stopped this agent, or ended the channel.
 
         Raises
         ------
@@ -104,14 +105,18 @@ class _Idle:
         """
         while self._driver.open:
             self._turn()
+            wanted = None
             for message in map(decode_from_driver, self._driver.pump_in()):
                 if isinstance(message, Prepare):
-                    return message
-                if isinstance(message, Stop):
+                    wanted = message
+                elif isinstance(message, Stop):
                     self.stopped = message.reason
                     return None
-                if isinstance(message, Again):
+                elif isinstance(message, Again):  # it cancels a job that it follows at once
+                    wanted = None
                     self.greet()
+            if wanted is not None:
+                return wanted
         return None
 
     def _turn(self) -> None:
@@ -121,7 +126,7 @@ class _Idle:
         self._driver.pump_out()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
-            self._silent_since = now  # this process was stopped: the driver may have been speaking
+            self._silent_since = now  # this process was suspended: messages may wait unread
         if now >= self._next_beat:
             self._next_beat = now + beat_s
             if self.host is not None:
@@ -132,7 +137,7 @@ class _Idle:
 
 
 def serve(channel: socket.socket | PipePair, key: bytes) -> None:
-    """Serve one job, or one after the other until the driver ends the channel."""
+    """Serve jobs, one after the other, until the driver ends the channel."""
     with contextlib.closing(Connection(channel, Session(key, Role.CLIENT))) as driver:
         driver.shake_hands(HANDSHAKE_S)
         serve_on(driver)
@@ -151,7 +156,7 @@ def serve_on(driver: Connection, task: int = -1) -> str:
     Returns
     -------
     str
-        Why the driver has stopped this agent between two jobs; empty if it did not say.
+        Why the driver has stopped this agent between two jobs; empty if it gave no reason.
     """
     idle = _Idle(driver, task)
     idle.greet()
@@ -184,7 +189,7 @@ def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
         if not agent.again:
             raise
     finally:
-        if host is not None:  # no rank is left
+        if host is not None:  # no rank writes there any more
             host.vault.wished = host.vault.left = 0
             host.vault.has_callbacks = False
     return agent.again
@@ -201,7 +206,7 @@ def main() -> int:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Run an agent; say why it stopped, if it did, and return the exit code."""
+    """Run an agent, and return its exit code; an error's text goes to stderr."""
     try:
         run()
     except (AgentStoppedError, ChannelError, OSError) as exc:

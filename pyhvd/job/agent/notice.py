@@ -1,11 +1,12 @@
-"""The notice that a host will be taken away, as its agent gets it: SIGTERM, or a command that succeeds.
+"""The notice that a host will be taken away: SIGTERM to the host's agent, or a command that succeeds.
 
-The ranks of an elastic job then leave the host, and no step is lost. The agent tells the driver with each
-beat, so a change of generations cannot lose the notice.
+The ranks of an elastic job then leave the host, and no step is lost. The agent repeats the notice with each
+beat to the driver, so a change of generations cannot lose the notice.
 
-1. The first SIGTERM is a notice. After a notice SIGTERM ends the agent, as in a job that is not elastic.
-2. The command runs in a shell. When it fails, it is started again 1 s later. It may take any time: it may ask
-   for a state, or wait for a change.
+1. The first SIGTERM is a notice, also after the command has succeeded. The second SIGTERM ends the agent. In
+   a job that is not elastic the first one does.
+2. The command runs in a shell. When the command fails, it is started again 1 s later. The command has no time
+   limit: it may ask and return, or wait for the notice.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from functools import partial
 from pyhvd.job.process.guardian import die_with_parent
 
 _AGAIN_S = 1.0
-# Exit codes of a shell that cannot run a command.
+# The exit codes of a shell for a command that it cannot run.
 _CANNOT_RUN = (126, 127)
 
 
 class Notice:
-    """What the agent of a host knows of the host's end.
+    """Listens for the notice that this host will be taken away.
 
     Attributes
     ----------
     why : str
-        Why the host will be taken away; empty while nothing is known of it.
+        How the notice came; empty before it.
     remarks : list of str
-        What the user should know; the agent sends it to the driver.
+        Lines for the user; the agent sends them to the driver.
     """
 
     def __init__(self) -> None:
@@ -52,18 +53,18 @@ class Notice:
         return self._read.fileno()
 
     def clear(self) -> None:
-        """Note that a waiting thread has woken."""
+        """Make the descriptor unreadable again."""
         with contextlib.suppress(BlockingIOError):
             self._read.recv(16)
 
     def watch(self, command: str) -> None:
-        """Take SIGTERM for a notice from now on, and run a command, unless it is empty."""
+        """Treat the next SIGTERM as a notice, and let :meth:`check` run a command; empty for none."""
         self._command = command
         if threading.current_thread() is threading.main_thread() and not self.why:
             signal.signal(signal.SIGTERM, self._hear)
 
     def check(self, now: float) -> None:
-        """Run the command, if it is time to, and look how it has ended."""
+        """Note how the command has ended, and start it if it is due."""
         if self._running is not None and self._running.poll() is not None:
             code, self._running = self._running.returncode, None
             self._next = now + _AGAIN_S
@@ -74,7 +75,7 @@ class Notice:
                 self.remarks.append(f"the preemption command cannot be run (code {code}): {self._command}")
         if self._command and self._running is None and not self.why and now >= self._next:
             self._next = now + _AGAIN_S
-            with contextlib.suppress(OSError):  # no room for a process: later there may be
+            with contextlib.suppress(OSError):  # too many processes: try again later
                 self._running = subprocess.Popen(
                     ["/bin/sh", "-c", self._command],
                     stdin=subprocess.DEVNULL,
@@ -85,7 +86,7 @@ class Notice:
                 )
 
     def close(self) -> None:
-        """End the command; SIGTERM ends the agent again."""
+        """Kill the command, and let SIGTERM end the agent again."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._running is not None:
@@ -96,7 +97,7 @@ class Notice:
         self._write.close()
 
     def _hear(self, *_: object) -> None:
-        """Note SIGTERM, and wake the thread that waits for :meth:`fileno`."""
+        """Note SIGTERM, and make the descriptor of :meth:`fileno` readable."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.why = self.why or "its agent got SIGTERM"
         with contextlib.suppress(BlockingIOError):

@@ -16,8 +16,8 @@ from pyhvd.job.commits.vault import Vault
 from pyhvd.job.messages import Restored, StoreOrder
 from pyhvd.job.process.guardian import die_with_parent
 
-# A process that ended is started again so much later, then twice as late, at last once a minute. A line is
-# told again after a minute, too.
+# The first restart of a process that ended waits 1 s, each next one twice as long, but at most one minute.
+# The same line is told again after one minute, too.
 _AGAIN_S = 1.0
 _LATEST_S = 60.0
 # A mark greater than that of any commit.
@@ -85,7 +85,7 @@ class StoreChild:
     def _begin_writer(self, order: StoreOrder, now: float) -> None:
         try:
             self._writer = _ChildProcess(WRITE, order, self._vault)
-        except OSError as exc:  # no room for a process: later there may be
+        except OSError as exc:  # too many processes: try again later
             self._vault.store_failure = _ALL, f"the process that stores commits cannot be started: {exc}"
             self._next, self._pause = now + self._pause, min(2 * self._pause, _LATEST_S)
 

@@ -22,12 +22,12 @@ from pyhvd.job.commits.vault import Seal, Vault, VaultError
 from pyhvd.job.messages import Restored, StoreOrder
 
 WRITE, RESTORE = "write", "restore"
-# Between two looks at the vault.
+# Time between two looks at the vault.
 _LOOK_S = 0.02
-# After a failure a write is tried again so much later, then twice as late, at last once a minute.
+# The first retry after a failed write waits 1 s, each next one twice as long, but at most one minute.
 _AGAIN_S = 1.0
 _LATEST_S = 60.0
-# For so long the store may be away when it is needed.
+# A restore gives up after the store has failed for this time.
 _AWAY_S = 60.0
 
 

@@ -20,9 +20,9 @@ from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import Role, Session
 
 SKIPPED = 1 << 16
-"""Most bytes that a login shell may print before the agent starts."""
+"""The most bytes that a login shell may print before the agent starts."""
 _LAST_WORDS = 4096
-# At the end, at most so many reads: what the command started may go on writing.
+# The most reads at the end: a process that the command has started may go on writing.
 _LAST_READS = 64
 END_S = 0.5
 """After its channel has ended, a command usually has this long to end by itself."""

@@ -1,8 +1,8 @@
-"""Asks a script, or a function of the user's, for an elastic job's hosts, once a second.
+"""Ask a script, or a function of the user's, for the hosts of an elastic job, once a second.
 
-One thread asks, and shares nothing but a queue and two pipes: a script or a call that hangs stops nobody
-else. The script runs in a session of its own, below a shell that kills all of it when the driver dies. Each
-call of the function has a thread, as a call cannot be killed.
+A thread asks. It shares only a queue and two pipes with the driver, so a script or a call that hangs does not
+block the driver. A script runs in its own session, below a shell that kills the script and its children when
+the driver dies. A call cannot be killed, so each call runs in its own thread.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from pyhvd.job.machines.found_hosts import (
 from pyhvd.job.process.guardian import signal_group
 
 INTERVAL_S = 1.0
-"""From the start of a run to the start of the next, if the run is shorter."""
+"""Time from the start of a run to the start of the next one, if the run is shorter."""
 LIMIT_S = 10.0
 """A run that takes longer has failed; a script is then killed."""
-# A run that prints more, to stdout or to stderr, is killed, or cut.
+# A script that prints more to stdout has failed.
 _MOST_BYTES = 1 << 20
-_MOST_HOSTS = 1 << 16
+# A function that returns more lines has failed.
+_MOST_LINES = 1 << 16
+# The most characters of a script's stderr, or of a function's exception, in a message.
 _ERRORS_SHOWN = 300
 _LOOK_S = 0.01
 _JOIN_S = 2.0
 
-# Its stdin is a pipe whose other end the driver alone holds: when that closes, the group dies. Each child is
-# waited for, because the first process of a container may reap none.
+# The shell's stdin is a pipe whose other end only the driver holds. When that end closes, `read` returns, and
+# the group is killed. The shell reaps both children: the first process of a container may reap no orphans.
 _GUARDED = (
     "exec 3<&0 </dev/null; (read -r line <&3; kill -9 0) >/dev/null 2>&1 & "
     '"$@" 3<&-; code=$?; kill $! 2>/dev/null; wait $! 2>/dev/null; exit $code'
@@ -85,7 +87,7 @@ class Discovery(ABC):
         return results
 
     def close(self) -> None:
-        """End the thread, and a script that runs; wait at most 1 s for a call that runs."""
+        """End the thread, and kill a script that runs; wait at most 1 s for a call that runs."""
         if self._closer < 0:
             return
         os.close(self._closer)
@@ -104,7 +106,7 @@ class Discovery(ABC):
 
     @abstractmethod
     def _run_once(self, until: float) -> None:
-        """Ask once, and hand the result over; end soon after this object is closed."""
+        """Ask once, and hand over the result; return within about 1 s after this object is closed."""
 
     def _hand_over(self, result: Found | DiscoveryFailed) -> None:
         self._results.put(result)
@@ -112,7 +114,7 @@ class Discovery(ABC):
             os.write(self._waker, b"x")
 
     def _is_closed(self, wait: float = 0.0) -> bool:
-        """Return whether this object is closed; wait so long for that."""
+        """Return whether this object is closed; wait at most `wait` seconds for it."""
         return bool(_readable([self._closed], wait))
 
 
@@ -154,7 +156,7 @@ class ScriptDiscovery(Discovery):
             if result is not None:
                 self._hand_over(result)
         finally:
-            if process.poll() is None:
+            if process.returncode is None:  # not reaped: no other group can have this number
                 signal_group(process.pid, signal.SIGKILL)
             while process.poll() is None and not self._is_closed(_LOOK_S):
                 pass
@@ -165,9 +167,12 @@ class ScriptDiscovery(Discovery):
                 pipe.close()
 
     def _watch(self, process: subprocess.Popen[bytes], until: float) -> Found | DiscoveryFailed | None:
-        """Return the result of a run; None if this object is closed meanwhile."""
+        """Return the result of a run; None if this object is closed before the run ends."""
         assert process.stdout is not None
         assert process.stderr is not None
+        late = DiscoveryFailed(
+            f"the script, or a process that it started, has not ended within {self._limit:g} s"
+        )
         said: dict[int, bytes] = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
         out, err = said
         left = [out, err]
@@ -176,7 +181,7 @@ class ScriptDiscovery(Discovery):
             if self._closed in ready:
                 return None
             if time.monotonic() >= until:
-                return DiscoveryFailed(f"the script has not ended within {self._limit:g} s")
+                return late
             for fd in ready:
                 data = os.read(fd, 1 << 16)
                 said[fd] += data
@@ -189,7 +194,7 @@ class ScriptDiscovery(Discovery):
             if self._is_closed(_LOOK_S):
                 return None
             if time.monotonic() >= until:
-                return DiscoveryFailed(f"the script has not ended within {self._limit:g} s")
+                return late
         if process.returncode:
             words = " / ".join(filter(None, map(str.strip, said[err].decode(errors="replace").splitlines())))
             return DiscoveryFailed(
@@ -207,7 +212,7 @@ class FindsHosts(Protocol):
 
 
 HostFinder = Callable[[], Mapping[str, int] | Iterable[str]] | FindsHosts
-"""Returns the slots of each host, or lines as those of a script."""
+"""Returns the slots of each host, or lines like those that a script prints."""
 
 
 class CallDiscovery(Discovery):
@@ -216,7 +221,7 @@ class CallDiscovery(Discovery):
     Parameters
     ----------
     find : callable or FindsHosts
-        The function, or an object with the function.
+        See :data:`HostFinder`.
     slots : int
         The slots of a host whose line gives none.
     interval, limit : float
@@ -232,7 +237,10 @@ class CallDiscovery(Discovery):
         super().__init__(interval, limit)
 
     def _run_once(self, until: float) -> None:
-        """Call, and hand the result over; if the call is too slow, say so, and wait for its end."""
+        """Call the function, and hand over its result.
+
+        After each limit without a result, hand over a failure. The result of such a call does not count.
+        """
         results: list[Found | DiscoveryFailed] = []
         try:
             over = self._start(results)
@@ -252,11 +260,13 @@ class CallDiscovery(Discovery):
             os.close(over)
 
     def _start(self, results: list[Found | DiscoveryFailed]) -> int:
-        """Start a call; return a descriptor that ends when `results` has its result."""
+        """Start a call; return a descriptor that is readable when `results` has the call's result."""
         over, end = os.pipe()
 
         def call() -> None:
             results.append(self._call())
+            with contextlib.suppress(OSError):  # this object is closed
+                os.write(end, b"x")  # end-of-file would wait for processes that the call has forked
             os.close(end)
 
         try:
@@ -268,7 +278,7 @@ class CallDiscovery(Discovery):
         return over
 
     def _call(self) -> Found | DiscoveryFailed:
-        """Return what the function returns, read, or why it failed."""
+        """Return the hosts that the function returns, or why it failed."""
         try:
             found = self._find()
             if isinstance(found, Mapping):
@@ -276,18 +286,18 @@ class CallDiscovery(Discovery):
             if isinstance(found, str | bytes) or not isinstance(found, Iterable):
                 what = "a mapping of hosts to slots, or an iterable of lines such as 'h' or 'h:2'"
                 return DiscoveryFailed(f"the call returned {show_value(found)}: expected {what}")
-            lines = list(islice(found, _MOST_HOSTS + 1))
-            if len(lines) > _MOST_HOSTS:
-                return DiscoveryFailed(f"the call returned more than {_MOST_HOSTS} lines")
+            lines = list(islice(found, _MOST_LINES + 1))
+            if len(lines) > _MOST_LINES:
+                return DiscoveryFailed(f"the call returned more than {_MOST_LINES} lines")
             return Found(*parse_lines(lines, self._slots))
-        except BaseException as exc:  # of the user's code, where sys.exit() is possible too
+        except BaseException as exc:  # the user's code may call sys.exit()
             said = " / ".join(filter(None, map(str.strip, traceback.format_exception_only(exc))))
             return DiscoveryFailed(f"the call raised {said[:_ERRORS_SHOWN]}")
 
 
 def _readable(fds: Sequence[int], wait: float) -> list[int]:
-    """Return the descriptors that are readable, or have ended, after at most so long."""
-    poll = select.poll()  # select() takes no descriptor above 1023, and a driver of many hosts has more
+    """Return the descriptors that are readable or at end-of-file; wait at most `wait` seconds for one."""
+    poll = select.poll()  # select() refuses descriptors above 1023, which a driver of many hosts has
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return [fd for fd, _ in poll.poll(max(0.0, wait) * 1000)]

@@ -16,7 +16,7 @@ from pyhvd.job.rank.generation_env import RankGeneration
 from pyhvd.job.spec import ElasticSpec
 
 RESTORE_S = 600.0
-"""A stored commit must be there after so long."""
+"""Time limit for the store to bring a commit to the first host."""
 
 
 class StateLostError(LaunchError):
@@ -113,7 +113,7 @@ class HeldCommits:
         if newest < self.known:
             lost = f"every host that held commit {self.known} is gone"
             if not newest:
-                other = f", nor can it be had from the store: {self._store_problem}" if self._restored else ""
+                other = f", and the store cannot provide it: {self._store_problem}" if self._restored else ""
                 raise StateLostError(f"{lost}, and no other host holds the state{other}")
             say(f"pyhvd: {lost}: ranks go on from commit {newest}")
         self.began_from = newest

@@ -37,7 +37,7 @@ from pyhvd.job.process.output import STREAMS, LinePrefixer, OutputFile
 _log = logging.getLogger("pyhvd")
 
 PIECE_S = 0.2
-"""A line that has begun but not ended is shown after so long."""
+"""A line without its end is shown after this time."""
 
 # Bytes of one write, unless a line is longer: progress of a slow reader shows in such steps.
 _AT_ONCE = 1 << 13

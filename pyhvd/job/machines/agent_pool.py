@@ -1,6 +1,7 @@
-"""The agents of a job: which of them are up, which are to be started, and why hosts cannot have ranks. Pure.
+"""The agents of a job: which are up, which must be started, and which hosts cannot have ranks. Pure.
 
-An agent is started by a command, or comes by itself, as a task of Spark does. ::
+A command starts an agent, or the agent connects by itself, as a task of Spark does. UP is an agent that has
+registered. ::
 
     DOWN ------ start -------> STARTING
     DOWN ------ register ----> UP
@@ -22,15 +23,15 @@ from pyhvd.job.errors import LaunchError
 from pyhvd.job.messages import Member
 
 AT_ONCE = 64
-"""As many agents may be starting at the same time."""
-# A command that failed for a reason that may pass is started again after so long, or up to twice that.
+"""The most agents that are in the state STARTING at the same time."""
+# After a failure that may pass, a command starts again between this time later and twice this time.
 _AGAIN_S = 0.5
-# After the first host has a problem, the others have this long to show theirs.
+# From the first problem to the job's error: in this time other hosts can add theirs.
 _OTHERS_S = 2.0
 
 
 class AgentState(Enum):
-    """Where an agent is."""
+    """Whether an agent runs; see the diagram above."""
 
     DOWN = auto()
     STARTING = auto()
@@ -53,10 +54,12 @@ class _PoolHost:
 
     Attributes
     ----------
+    member : Member or None
+        The agent's registration, in the state UP.
     start_at : float
-        When its command may start.
-    last : str
-        Why its last command failed.
+        The earliest time at which its command starts.
+    failure : str
+        Why its last command failed; empty after the agent has registered.
     problem : str
         Why the job cannot run on it.
     ahead : float
@@ -65,8 +68,9 @@ class _PoolHost:
 
     name: str
     agent: AgentState = AgentState.DOWN
+    member: Member | None = None
     start_at: float = -math.inf
-    last: str = ""
+    failure: str = ""
     problem: str = ""
     ahead: float = 0.0
 
@@ -76,42 +80,8 @@ class _PoolHost:
 
     @property
     def undecided(self) -> bool:
-        """Whether this host may still show a problem."""
-        return not self.problem and not self.last and self.agent is not AgentState.UP
-
-
-class Registry:
-    """The agents that have registered, of `size` that will."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._members: dict[int, Member] = {}
-
-    def add(self, member: Member) -> bool:
-        """Add an agent; return False if a newer attempt has registered, or its index is out of range."""
-        known = self._members.get(member.index)
-        if not 0 <= member.index < self.size or (known is not None and known.attempt > member.attempt):
-            return False
-        self._members[member.index] = member
-        return True
-
-    def remove(self, member: Member) -> None:
-        """Remove an agent that was lost before the ranks started, unless a newer attempt has registered."""
-        if self._members.get(member.index) == member:
-            del self._members[member.index]
-
-    @property
-    def missing(self) -> list[int]:
-        """The indices that have not registered."""
-        return [index for index in range(self.size) if index not in self._members]
-
-    def groups(self) -> list[list[Member]]:
-        """Return the agents of each host, by index; hosts are ordered by their lowest index."""
-        groups: dict[str, list[Member]] = {}
-        for index in sorted(self._members):
-            member = self._members[index]
-            groups.setdefault(member.host_hash, []).append(member)
-        return list(groups.values())
+        """Whether it is not known yet if the job can run here."""
+        return not self.problem and not self.failure and self.agent is not AgentState.UP
 
 
 class AgentPool:
@@ -120,15 +90,14 @@ class AgentPool:
     Parameters
     ----------
     names : sequence of str
-        The hosts' names for messages; an agent's host has the agent's index.
+        The names of the agents' hosts, for messages.
     starts : bool
-        Whether the agents are started by commands.
+        Whether commands start the agents; False if the agents connect by themselves.
     """
 
     def __init__(self, names: Sequence[str], *, starts: bool) -> None:
         self._hosts = [_PoolHost(name) for name in names]
         self._starts = starts
-        self._registry = Registry(len(names))
         self._problem_at = math.inf
 
     @property
@@ -138,8 +107,8 @@ class AgentPool:
 
     @property
     def missing(self) -> list[int]:
-        """The agents that have not registered."""
-        return self._registry.missing
+        """The indices of the agents that have not registered."""
+        return [index for index, host in enumerate(self._hosts) if host.member is None]
 
     @property
     def up(self) -> list[bool]:
@@ -151,19 +120,36 @@ class AgentPool:
         return self._hosts[index].ahead
 
     def groups(self) -> list[list[Member]]:
-        """Return the agents of each host; see :meth:`Registry.groups`."""
-        return self._registry.groups()
+        """Return the agents that have registered, host by host and by index; host of the lowest index first.
+
+        Agents with the same host id are on one host.
+        """
+        groups: dict[str, list[Member]] = {}
+        for host in self._hosts:
+            if host.member is not None:
+                groups.setdefault(host.member.host_hash, []).append(host.member)
+        return list(groups.values())
 
     def register(self, member: Member) -> bool:
-        """Accept an agent, in place of an older attempt of the same index; return False for an older one."""
-        accepted = self._registry.add(member)
-        if accepted:
-            self._hosts[member.index].move("register")
-        return accepted
+        """Accept an agent, in place of an older attempt of the same index.
+
+        Return False if a newer attempt has registered, or if the index is out of range.
+        """
+        if not 0 <= member.index < len(self._hosts):
+            return False
+        host = self._hosts[member.index]
+        if host.member is not None and host.member.attempt > member.attempt:
+            return False
+        host.move("register")
+        host.member, host.failure = member, ""
+        return True
 
     def remove(self, member: Member) -> None:
-        """Note that an agent was lost before the ranks started."""
-        self._registry.remove(member)
+        """Note that an agent was lost before the ranks started, unless another attempt has registered."""
+        host = self._hosts[member.index]
+        if host.member == member:
+            host.move("fail")
+            host.member = None
 
     def set_clock(self, index: int, ahead: float) -> None:
         """Note by how much a host's clock is ahead."""
@@ -175,7 +161,7 @@ class AgentPool:
         self._problem_at = min(self._problem_at, now)
 
     def fail(self, index: int, why: str, now: float, jitter: float, *, may_pass: bool) -> None:
-        """Note that an agent ended before all have registered.
+        """Note that an agent could not be started, or ended before the ranks started.
 
         Parameters
         ----------
@@ -186,43 +172,46 @@ class AgentPool:
         now : float
             The time.
         jitter : float
-            0 to 1; the hosts' commands are not started again all at once.
+            A random number from 0 to 1: commands that failed together start again at different times.
         may_pass : bool
-            Whether to start it again.
+            Whether to start it again; if not, the job cannot run.
         """
         host = self._hosts[index]
         host.move("fail")
-        host.last = why
+        host.member, host.failure = None, why
         host.start_at = now + _AGAIN_S * (1 + jitter)
         if not may_pass and not host.problem:
             self.refuse(index, why, now)
 
     def start_again(self, index: int) -> None:
-        """Note that an agent was lost between two jobs: another one shall be started."""
+        """Note that the agent of an earlier job was lost before it spoke: start another now."""
         self._hosts[index].move("fail")
 
     def start(self, now: float) -> Iterator[int]:
-        """Yield the agents whose commands start now."""
-        starting = sum(host.agent is AgentState.STARTING for host in self._hosts) if self._starts else AT_ONCE
+        """Yield the agents whose commands start now; none if agents connect by themselves."""
+        if not self._starts:
+            return
+        starting = sum(host.agent is AgentState.STARTING for host in self._hosts)
         for index, host in enumerate(self._hosts):
             if host.agent is AgentState.DOWN and host.start_at <= now and starting < AT_ONCE:
                 starting += 1
                 host.move("start")
                 yield index
 
-    def problems(self, now: float) -> LaunchError | None:
-        """Return the error of hosts with problems, once each host is known to have one or none."""
-        undecided = any(host.undecided for host in self._hosts)
-        if self._problem_at == math.inf or (now <= self._problem_at + _OTHERS_S and undecided):
-            return None
-        return LaunchError(_lines(host for host in self._hosts if host.problem or host.last))
-
+    @property
     def has_problem(self) -> bool:
-        """Return whether the job cannot run on some host."""
+        """Whether the job cannot run on some host."""
         return self._problem_at < math.inf
 
+    def problem_error(self, now: float) -> LaunchError | None:
+        """Return the error of the hosts with problems; None while other hosts have time to show theirs."""
+        undecided = any(host.undecided for host in self._hosts)
+        if not self.has_problem or (now <= self._problem_at + _OTHERS_S and undecided):
+            return None
+        return LaunchError(_lines(host for host in self._hosts if host.problem or host.failure))
+
     def missing_error(self, late: str) -> LaunchError:
-        """Return the error of agents that have not registered; `late` is said of those without a reason."""
+        """Return the error of the agents that have not registered; `late` stands for an unknown reason."""
         return LaunchError(_lines((self._hosts[index] for index in self.missing), late))
 
 
@@ -231,6 +220,6 @@ def _lines(hosts: Iterable[_PoolHost], otherwise: str = "") -> str:
         [*hosts],
         MAX_LISTED,
         "hosts",
-        lambda each: f"host {each.name}: {each.problem or each.last or otherwise}",
+        lambda each: f"host {each.name}: {each.problem or each.failure or otherwise}",
     )
     return "\n".join(lines)

@@ -1,19 +1,20 @@
 """The life of one set of ranks: when they start, and which failure ends them. Pure.
 
-Events are calls, with the time where it matters. :meth:`JobMachine.tick` returns what is to be done. Which
-agents there are says :mod:`pyhvd.job.machines.agent_pool`.
+The caller reports events by calls, and passes the time to those that need it. :meth:`JobMachine.tick` returns
+the actions that are due. :mod:`pyhvd.job.machines.agent_pool` decides which agents are started.
 
 Invariants
 ----------
-1. An agent is accepted only before all have registered. So the ranks of a job never change their agents.
+1. An agent is accepted only until all have registered. So the ranks of a job never change their agents.
 2. The ranks are placed once, when every agent has registered.
-3. A job ends once, with the failure that explains the others, and not before that is settled.
-4. A lost agent is a failure of its lowest rank that had neither ended nor failed; it is none after all of its
-   ranks have ended.
-5. If any host has a problem, no rank starts. The others have a short time to show theirs; then the error has
-   a line for each.
+3. A job ends once. If it fails, its error is the failure that caused the others, and the job ends only when
+   that cause is final.
+4. A lost agent is a failure of its lowest rank that has not ended. It is no failure if one of its ranks has
+   failed before, or if all have ended.
+5. If any host has a problem, no rank starts. The job ends when every other host is known to have a problem or
+   none, and at most 2 s later; the error has a line for each host with a problem.
 6. After a signal that ends the job no failure counts: the ranks end because of the signal. The job then ends
-   only when each rank has ended or failed, or its time is over.
+   when each rank has ended or failed, or when the grace period is over.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from itertools import count
 from signal import SIGCONT, SIGTSTP
 from typing import Protocol
 
-from pyhvd.common.text import list_numbers
+from pyhvd.common.text import describe_ranks
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.failure import FailureAnalysis
@@ -37,24 +38,24 @@ from pyhvd.job.process.signals import ENDING, GRACE_S, SAY_WAITING_S, describe_w
 from pyhvd.job.spec import START_TIMEOUT, NameOf, flag_of
 
 NEWER_ATTEMPT = "a newer attempt of this task has registered"
-_ALL_THERE = "all tasks of the job have registered already, and none can be replaced"
+_COMPLETE = "all tasks of the job have registered already, and none can be replaced"
 GOES_ON = "; the job goes on, as no start timeout was given that would end it"
 """Follows the text about a late rank that does not end the job."""
-# A start that makes no progress for so long names hosts that it waits for, but not more than these.
+# After this time without progress the status line names hosts that it waits for: at most this many.
 _SLOW_S = 3.0
 _SLOW_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Begin:
-    """All agents have registered: begin to make their ranks one world."""
+    """All agents have registered: begin the rendezvous of their ranks."""
 
     groups: Sequence[Sequence[Member]]
 
 
 @dataclass(frozen=True)
 class Late:
-    """The ranks have not found their places in time: the job ends with an error that says why."""
+    """The rendezvous has not placed the ranks in time: end the job with :meth:`JobMachine.late_error`."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,12 @@ class PassOn:
 
 @dataclass(frozen=True)
 class Pause:
-    """Send what is to be sent, and stop this process until it is continued."""
+    """Send all queued messages, then suspend this process, as Ctrl-Z does."""
 
 
 @dataclass(frozen=True)
 class Say:
-    """Show a line of the driver's own."""
+    """Show the user a line."""
 
     text: str
 
@@ -107,22 +108,22 @@ Action = Begin | Late | End | Done | Tell | StartCommand | PassOn | Pause | Say
 
 
 class JobTexts(Protocol):
-    """The errors of a job, which each kind of launcher words in its own way."""
+    """The error texts of a job; each kind of launcher has its own."""
 
     def name(self, placement: RankPlacement) -> str:
         """Return the name of a rank's host."""
 
     def describe_loss(self, member: Member, why: str) -> str:
-        """Return what to say of an agent that was lost before its ranks had started."""
+        """Return the text for an agent that was lost after all had registered, before its ranks started."""
 
     def late_error(self, waits_for: str) -> Exception:
-        """Return the error of ranks that have not found their places in time, and what they wait for."""
+        """Return the error for ranks that were not placed in time, with what the rendezvous waits for."""
 
     def missing_error(self, pool: AgentPool) -> Exception:
         """Return the error for agents that have not registered in time."""
 
     def failure(self, cause: ExitReport, placement: RankPlacement | None) -> Exception:
-        """Return the error of a job that failed; without a placement it is the fault of no rank."""
+        """Return the error of a failed job; the placement is that of the failed rank, None without one."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class HostTexts:
     start_timeout : float
         Seconds.
     name_of : NameOf
-        The names of options.
+        Returns the name of an option as the user writes it.
     """
 
     size: int
@@ -199,7 +200,7 @@ class JobMachine:
     Attributes
     ----------
     until : float
-        The ranks must have started by then.
+        The time by which the ranks must have started.
     ends_late : bool
         Whether a rank that is late in MPI_Init ends the job.
     """
@@ -232,7 +233,7 @@ class JobMachine:
         self._stopped_by = 0
         self._end_at = self._say_waiting_at = math.inf
         self._interrupts: list[ExitReport] = []
-        self._over: set[int] = set()  # ranks that have failed since the signal
+        self._failed_after_signal: set[int] = set()
         self._progress = -1, 0  # hosts that are up, and ranks that are ready
         self._progress_at = 0.0
 
@@ -260,7 +261,7 @@ class JobMachine:
         return self._texts.name(placement)
 
     def late_error(self, waits_for: str) -> Exception:
-        """Return the error of ranks that have not found their places in time, and what they wait for."""
+        """Return the error for ranks that were not placed in time, with what the rendezvous waits for."""
         return self._texts.late_error(waits_for)
 
     # ---- events of agents
@@ -268,7 +269,7 @@ class JobMachine:
     def register(self, member: Member) -> str:
         """Accept an agent, in place of an older attempt of the same index; else return why not."""
         if self._begun:
-            return _ALL_THERE
+            return _COMPLETE
         return "" if self.pool.register(member) else NEWER_ATTEMPT
 
     def lose(self, member: Member, why: str, now: float, *, waited: bool = False) -> None:
@@ -278,7 +279,7 @@ class JobMachine:
         if not self._begun:
             self._network = None  # the next agent there probes with the others again
         if self._stopped_by:
-            self._over |= owned
+            self._failed_after_signal |= owned
         elif not self._begun:
             self.pool.remove(member)
         elif not owned:
@@ -287,7 +288,7 @@ class JobMachine:
             self.blame(min(left), why, 1, now, LOST, waited=waited)
 
     def hear(self, index: int, message: Listening | Dialed) -> list[Action]:
-        """Return what follows from an agent's answer to a probe of the network."""
+        """Take an agent's answer to a probe of the network; return the actions that follow."""
         return [] if self._network is None else _told(self._network.hear(index, message))
 
     # ---- events of ranks
@@ -321,11 +322,11 @@ class JobMachine:
     def report(self, report: ExitReport, now: float, *, ended: bool = False) -> None:
         """Note a failure that a rank's agent reports; the report's time is that of its host's clock.
 
-        If MPI may have `ended` the rank because another one was lost, the failure gets the driver's time: the
-        earliest of these failures explains the others.
+        `ended` says that MPI may have ended the rank because another one was lost. Such a failure gets the
+        driver's time, because the earliest of them counts as the cause.
         """
         if self._stopped_by:
-            self._over.add(report.rank)
+            self._failed_after_signal.add(report.rank)
             if report.kind == INTERRUPT:
                 self._interrupts.append(report)
             return
@@ -359,7 +360,7 @@ class JobMachine:
             self._failures.add(ExitReport(rank, kind, code, text, self._epoch + now), now, waited=waited)
 
     def signal(self, number: int, now: float) -> list[Action]:
-        """Return what follows from a signal to the driver."""
+        """Take a signal to the driver; return the actions that follow."""
         if number == SIGTSTP:
             return [PassOn(number), Pause(), PassOn(SIGCONT)]
         if number in ENDING:
@@ -374,11 +375,12 @@ class JobMachine:
         """Return what is to be done at this time; an :class:`End` is the last action of a job."""
         if self._stopped_by:
             return self._stop(now)
-        # On hosts the ranks' own ends say all; in Spark a failure of mpiexec before them counts.
+        # On hosts, where a network is wanted, only the ranks' ends count. In Spark an earlier failure of
+        # mpiexec counts too.
         if len(self.ended) == self.size and (self._wanted is not None or not self.failing):
             return [Done()]
-        if not self.placements and self.pool.has_problem():
-            error = self.pool.problems(now)
+        if not self.placements and self.pool.has_problem:
+            error = self.pool.problem_error(now)
             return [] if error is None else [End(error)]
         late = self._entrance.late(now)
         if late is not None and self.ends_late:
@@ -413,7 +415,7 @@ class JobMachine:
 
     def _stop(self, now: float) -> list[Action]:
         """End the job that a signal has stopped."""
-        over = self.ended | self._over
+        over = self.ended | self._failed_after_signal
         left = [placement.rank for placement in self.placements if placement.rank not in over]
         if not left or now >= self._end_at:
             first = root_cause(self._interrupts)
@@ -455,17 +457,17 @@ class Entrance:
     ----------
     size : int
         The number of ranks.
-    patience : float
+    start_timeout : float
         How long (s) ranks may wait for others before these are late.
     """
 
-    def __init__(self, size: int, patience: float) -> None:
+    def __init__(self, size: int, start_timeout: float) -> None:
         self._size = size
-        self._patience = patience
-        self._entered: dict[int, None] = {}  # in their order
+        self._start_timeout = start_timeout
+        self._entered: dict[int, None] = {}  # in the order of their calls
         self._ended: set[int] = set()
         self._late_at = math.inf
-        self._over = False
+        self._returned = False
 
     @property
     def entered(self) -> frozenset[int]:
@@ -474,39 +476,39 @@ class Entrance:
 
     @property
     def late_at(self) -> float:
-        """When :meth:`late` names ranks; infinity if it does not."""
+        """When :meth:`late` will name ranks; infinity if it will not."""
         return self._late_at
 
     def enter(self, rank: int, now: float) -> None:
         """Note that a rank calls MPI_Init."""
         if not self._entered:
-            self._late_at = now + self._patience
+            self._late_at = now + self._start_timeout
         self._entered[rank] = None
         if len(self._entered) == self._size:
-            self.leave()
+            self.note_return()
 
     def end(self, rank: int) -> None:
         """Note that a rank has ended without error."""
         self._ended.add(rank)
 
-    def leave(self) -> None:
-        """Note that all ranks have called MPI_Init: it has returned in one of them."""
-        self._over = True
+    def note_return(self) -> None:
+        """Note that MPI_Init returns in a rank: so all ranks have called it, and none waits."""
+        self._returned = True
         self._late_at = math.inf
 
     def absent(self) -> tuple[int, str] | None:
-        """Return a rank that can no longer call MPI_Init, for which others wait there, and what it did."""
+        """Return a rank that has ended while others wait for it in MPI_Init, and the text of its failure."""
         absent = self._ended - self._entered.keys()
         waiting = self._waiting()
         if not absent or not waiting:
             return None
         return min(absent), (
-            f"ended without calling init(), and {_ranks(waiting)} for it there: every rank must call"
+            f"ended without calling init(), and {_ranks_wait(waiting)} for it there: every rank must call"
             " pyhvd.init(), or none"
         )
 
     def late(self, now: float) -> tuple[int, str] | None:
-        """Return a rank for which others have waited too long, and what it lacks; only once."""
+        """Return a rank for which others have waited too long, and the text of its failure; only once."""
         if now < self._late_at:
             return None
         self._late_at = math.inf
@@ -514,15 +516,16 @@ class Entrance:
         waiting = self._waiting()
         if not late or not waiting:
             return None
-        others = f", nor has rank {list_numbers(late - {min(late)})}" if len(late) > 1 else ""
-        return min(late), (
-            f"has not called init() within the start timeout of {self._patience:g} s{others}, and"
-            f" {_ranks(waiting)} for it there"
+        first, *more = sorted(late)
+        others = f", nor {'has' if len(more) == 1 else 'have'} {describe_ranks(more)}" if more else ""
+        return first, (
+            f"has not called init() within the start timeout of {self._start_timeout:g} s{others}, and"
+            f" {_ranks_wait(waiting)} for it there"
         )
 
     def _waiting(self) -> list[int]:
-        return [] if self._over else [rank for rank in self._entered if rank not in self._ended]
+        return [] if self._returned else [rank for rank in self._entered if rank not in self._ended]
 
 
-def _ranks(waiting: list[int]) -> str:
-    return f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {list_numbers(waiting)} wait"
+def _ranks_wait(waiting: list[int]) -> str:
+    return f"{describe_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"

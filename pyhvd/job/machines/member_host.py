@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pyhvd.job.machines.agent_pool import AgentState
 
 IN_A_ROW = 2
-"""So many good results in a row decide whether a host is gone, is settled, or has other slots."""
+"""The number of good results in a row that decides whether a host is gone, is settled, or has other slots."""
 RANK_FAILURES = 3
-"""A host with so many failures of ranks within `WINDOW_S` is left out."""
+"""A host with this many failures of ranks within `WINDOW_S` is left out."""
 WINDOW_S = 600.0
-"""The window of rank failures; and after so many seconds of progress a host's failures are forgotten."""
+"""The window of rank failures. After progress for as long, a host's failures are forgotten."""
 # Powers beyond this exceed every upper limit.
 _MOST_DOUBLINGS = 20
 

@@ -46,18 +46,18 @@ from pyhvd.job.machines.roster import ElasticLimits, Place, Roster, describe_cha
 from pyhvd.job.spec import ELASTIC_TIMEOUT, RESET_LIMIT, START_TIMEOUT
 
 _IN_A_ROW = 3
-"""The job ends after so many failures without a new commit."""
-# Between two resizes that no host needs.
+"""The job ends after this many failures without a new commit."""
+# The least time between two resizes that no host needs.
 _RESIZE_S = 10.0
-# Ranks that have been asked to leave, because a host needs it, have so long.
+# Time limit for ranks to leave, after a host has made that necessary.
 _LEAVE_S = 60.0
-# A start with fewer slots than wanted waits so long for news of hosts.
+# A start with fewer slots than wanted waits until discovery has told nothing new for this time.
 _QUIET_S = 3.0
-# The same trouble with discovery is said again after so long.
+# The same problem of discovery is told again after this time.
 _AGAIN_S = 60.0
-# A wait for hosts is said if it is longer.
+# A wait for hosts is told if it is longer than this.
 _WAITED_S = 0.1
-# Of one result so many bad lines are said.
+# The most bad lines of one result that are told.
 _PROBLEMS_SHOWN = 3
 
 

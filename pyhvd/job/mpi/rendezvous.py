@@ -77,7 +77,7 @@ class Rendezvous:
     ends_ranks = False
 
     def begin(self, driver: Driver, groups: Sequence[Sequence[Member]]) -> None:
-        """Begin, with the agents of each host in the order of :meth:`Registry.groups`.
+        """Begin, with the agents of each host in the order of :meth:`AgentPool.groups`.
 
         Raises
         ------

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from pyhvd.common.text import list_numbers
+from pyhvd.common.text import describe_ranks
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -16,7 +16,7 @@ PAUSING = (signal.SIGTSTP, signal.SIGCONT)
 GRACE_S = 5.0
 """After a signal that ends the job, ranks have this long to clean up. A second signal ends them at once."""
 SAY_WAITING_S = 1.0
-"""Ranks that have not ended so long after the signal are named."""
+"""After a signal that ends the job, ranks that have not ended by this time are named."""
 BLOCKED_OVER_FORK = (*FORWARDED, signal.SIGCHLD)
 
 _HINTS = {
@@ -46,9 +46,10 @@ def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
 
 
 def describe_waiting(ranks: Sequence[int]) -> str:
-    """Return the line about ranks that are still stopping after a signal."""
-    named = list_numbers(ranks)
-    return f"pyhvd: ranks {named} are still stopping, and have {GRACE_S:g} s; Ctrl-C again ends them now"
+    """Return the line about ranks that have not ended yet after a signal."""
+    verb = "is" if len(ranks) == 1 else "are"
+    killed = f"will be killed {GRACE_S:g} s after the signal, or at once by Ctrl-C"
+    return f"pyhvd: {describe_ranks(ranks)} {verb} still stopping, and {killed}"
 
 
 def describe_exit(code: int) -> str:

@@ -40,7 +40,7 @@ from pyhvd.run.launchers.many_hosts import agent_commands, check_hosts, exit_cod
 from pyhvd.run.options import Options
 from pyhvd.transport.tcp.connection import new_key
 
-# A store that does not answer holds up the end of the job so long.
+# Time limit for clearing the store at the end of the job.
 _CLEAR_S = 10.0
 
 
@@ -287,7 +287,7 @@ def spec_of(
 
 
 def _limits(options: Options, size: int) -> ElasticLimits:
-    """Return the limits of a job that starts with so many ranks."""
+    """Return the limits of a job that starts with `size` ranks."""
     elastic = options.elastic
     return ElasticLimits(
         min_np=elastic.min_np or size,

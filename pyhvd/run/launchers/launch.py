@@ -355,14 +355,14 @@ def _network(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _place_ranks(options: Options, size: int | None) -> JobHosts:
-    """Return the hosts of a job with so many ranks; None for one on each slot."""
+    """Return the hosts of a job of `size` ranks; if None, each host slot gets a rank."""
     placed = _select(options, size).placed
     assert placed is not None
     return placed
 
 
 def _select(options: Options, size: int | None) -> HostSelection:
-    """Return the hosts of a job with so many ranks; None for one on each slot."""
+    """Return the hosts of a job of `size` ranks; if None, each host slot gets a rank."""
     rank = find_rank(os.environ)
     # Another launcher has divided an allocation among its ranks already.
     environ = os.environ if rank is None or rank.alone else {}

@@ -201,7 +201,7 @@ class _LocalJob:
             elif what == "entering" and value:
                 self._entrance.enter(self._ranks[line], time.monotonic())
             elif what == "entering":
-                self._entrance.leave()
+                self._entrance.note_return()
             elif what == "report":
                 self._reports.append(ExitReport(**value))
             elif what == "ended":

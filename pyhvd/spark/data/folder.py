@@ -1,12 +1,14 @@
 """A folder on a local disk, or on any file system of fsspec: HDFS, S3, Google Storage, Azure, ...
 
-Owns the form of paths. Knows nothing about the files' content.
+Decides how paths are written. Knows nothing about the files' content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +18,15 @@ from pyhvd.spark.errors import DataError
 
 # Schemes of Hadoop, and fsspec's names for them.
 _SCHEMES = {"s3a": "s3", "s3n": "s3"}
+# A URL without a host, as Hadoop and Databricks write it: hdfs:/x, dbfs:/x.
+_NO_HOST = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path in the form that is valid in every process: a URL of fsspec, or an absolute local path.
+    """Return a path in a form that is valid in every process: a URL of fsspec, or an absolute local path.
 
-    ``s3a:`` and ``s3n:`` become ``s3:``. ``dbfs:/x`` becomes ``/dbfs/x`` if Databricks has mounted it there.
+    ``s3a:`` and ``s3n:`` become ``s3:``. ``hdfs:/x`` becomes ``hdfs:///x``. ``dbfs:/x`` becomes ``/dbfs/x``
+    if Databricks has mounted it there.
 
     Raises
     ------
@@ -36,15 +41,17 @@ def absolute(path: str | os.PathLike[str]) -> str:
         return posixpath.join("/dbfs", rest.lstrip("/"))
     if scheme in ("file", "local") and colon:  # Hadoop writes file:/x
         return os.path.abspath("/" + rest.lstrip("/"))
-    if "://" in text or "::" in text:
-        return _SCHEMES.get(scheme, scheme) + colon + rest.rstrip("/")
-    return os.path.abspath(os.path.expanduser(text))
+    if _NO_HOST.match(text):
+        rest = f"//{rest}"
+    elif "://" not in text and "::" not in text:
+        return os.path.abspath(os.path.expanduser(text))
+    return f"{_SCHEMES.get(scheme, scheme)}:{rest.rstrip('/') or '///'}"
 
 
 class Folder:
-    """The files of one folder, by names relative to it. Pickling leaves the connection out.
+    """The files of one folder, by names relative to it. Pickling omits the connection.
 
-    `options` are those of fsspec's file system: keys, endpoints. They are never shown.
+    `options` are those of fsspec's file system, such as keys and endpoints. No text shows them.
     """
 
     def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
@@ -59,11 +66,11 @@ class Folder:
         return self.__dict__ | {"_found": None}
 
     def at(self, name: str) -> str:
-        """Return the path of a file, for messages; that of the folder itself for ``""``."""
+        """Return the path of a file, for messages; the folder's own path for ``""``."""
         return posixpath.join(self.path, name) if name else self.path
 
     def local(self, name: str) -> str | None:
-        """Return the file's path on a local disk; None if it is elsewhere."""
+        """Return the file's path on a local disk; None if the folder is not local."""
         return self.at(name) if os.path.isabs(self.path) else None
 
     def open(self, name: str, mode: str = "rb") -> Any:
@@ -86,10 +93,10 @@ class Folder:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically: readers see the old content or the new.
+        """Write a file atomically: readers see either the old content or the new.
 
-        It writes another file and moves it; object stores such as S3 copy it. WebHDFS and Databricks' API do
-        not move a file onto another: there the file is missing for a moment.
+        The data goes into a temporary file, which is then moved; object stores such as S3 copy it. WebHDFS
+        and Databricks' API do not replace a file by a move: there the file is missing for a moment.
         """
         fs, path = self._resolve(name)
         fs.makedirs(posixpath.dirname(path), exist_ok=True)
@@ -106,7 +113,7 @@ class Folder:
                     fs.rm_file(path)
                 fs.mv(other, path)
         except BaseException:
-            if fs.exists(other):
+            with contextlib.suppress(Exception):  # the error above is the cause
                 fs.rm_file(other)
             raise
 
@@ -116,7 +123,7 @@ class Folder:
         return bool(fs.exists(path))
 
     def names(self, below: str = "") -> list[str]:
-        """Return the sorted names in the folder, or in one below it."""
+        """Return the sorted names in the folder, or in its subfolder `below`; none if it does not exist."""
         return sorted(name for name, _ in self._list(below))
 
     def sizes(self) -> dict[str, int]:
@@ -157,6 +164,6 @@ class Folder:
 
 
 def _refuses_to_replace(fs: Any) -> bool:
-    """Return whether a file system does not move a file onto another; WebHDFS does not even raise."""
+    """Return whether a move does not replace a file on this file system; WebHDFS raises no error then."""
     protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
     return not {"webhdfs", "dbfs"}.isdisjoint(protocols)

@@ -1,7 +1,7 @@
-"""A rank's own partition of a DataFrame: its Spark task passes it to the rank, without shared files.
+"""A rank's own partition of a DataFrame, which the rank's Spark task passes to it without shared files.
 
 The task writes the rows into an unnamed Arrow file on a local disk. The rank inherits the file's descriptor
-and maps it. So the rows may exceed the memory, and the file goes when the rank ends.
+and maps the file. So the rows may exceed the memory, and the disk space is freed when the rank ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
+from pyhvd.common.text import describe_ranks
 from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
@@ -29,7 +30,7 @@ _VARIABLE = "PYHVD_SPARK_PARTITION"
 
 
 def deal(df: DataFrame, size: int) -> Selection:
-    """Return the rows of a DataFrame in one partition per rank, distributed in turn.
+    """Return the rows of a DataFrame in one partition per rank; row by row, the next rank gets the next row.
 
     Raises
     ------
@@ -40,8 +41,8 @@ def deal(df: DataFrame, size: int) -> Selection:
     return replace(rows, df=rows.df.repartition(size))
 
 
-def collect_beside(rows: Selection, body: TaskBody, *, barrier: bool) -> list[tuple[int, bytes]]:
-    """Run a rank for each partition; return each rank and its pickled result."""
+def run_with_rows(rows: Selection, body: TaskBody, *, barrier: bool) -> list[tuple[int, bytes]]:
+    """Run a rank for each partition, with its rows; return the number and the pickled result of each rank."""
 
     def work(number: int, batches: Iterable[Any]) -> Iterator[Any]:
         pa = needed("pyarrow")
@@ -57,7 +58,7 @@ def collect_beside(rows: Selection, body: TaskBody, *, barrier: bool) -> list[tu
 
 
 def spill(batches: Iterable[Any]) -> IO[bytes]:
-    """Write record batches of Arrow into an unnamed file, in Spark's directory for spilled data."""
+    """Return an unnamed file with these record batches, in Spark's directory for spilled data."""
     pa = needed("pyarrow")
     folders = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if os.path.isdir(path)]
     file = tempfile.TemporaryFile(dir=folders[0] if folders else None)  # noqa: SIM115 - the caller closes it
@@ -79,7 +80,7 @@ def spill(batches: Iterable[Any]) -> IO[bytes]:
 class SpilledPieces:
     """The record batches of a rank's partition; a source for :class:`pyhvd.spark.data.shard.Shard`.
 
-    `descriptor`, of the file that :func:`spill` wrote, stays open. None for `columns` reads all.
+    `descriptor` is that of the file from :func:`spill`; it stays open. If `columns` is None, all are read.
     """
 
     def __init__(self, descriptor: int, columns: Sequence[str] | None) -> None:
@@ -120,13 +121,14 @@ def partition(
     columns : sequence of str, optional
         The columns to read; all by default.
     shuffle : bool
-        Whether each epoch has its own order: of pieces of about 10,000 rows, and of the rows in each four.
+        Whether each epoch has its own order: pieces of about 10,000 rows are shuffled, and then the rows
+        within each four pieces.
     seed : int
-        The seed of these orders.
+        The seed of the shuffling.
     equal_steps : bool
-        Whether every rank uses as many rows as the rank with the fewest, with `shuffle` others in each epoch.
-        With False, ranks may have different numbers of steps, and must call :func:`pyhvd.join` after each
-        epoch.
+        Whether every rank uses as many rows as the rank with the fewest. With `shuffle`, a rank with more
+        leaves out different rows in each epoch. With False, ranks may have different numbers of steps, and
+        must call :func:`pyhvd.join` after each epoch.
 
     Raises
     ------
@@ -154,11 +156,11 @@ def _share(source: SpilledPieces, plan: BatchPlan, *, equal_steps: bool) -> Shar
 
     rank = topology.rank()
     counts = _counts(sum(source.lengths))
-    without = [str(rank) for rank, count in enumerate(counts) if not count]
-    if without:
+    empty = [index for index, count in enumerate(counts) if not count]
+    if empty:
         raise DataError(
-            f"there are no rows for rank {', '.join(without)} of {len(counts)}"
-            f" (the DataFrame has {sum(counts)}): use fewer ranks"
+            f"{describe_ranks(empty)} of {len(counts)} would have no rows, as the DataFrame has"
+            f" {sum(counts)}: use fewer ranks"
         )
     rows = min(counts) if equal_steps else counts[rank]
     columns = describe(source.load(0))
@@ -166,7 +168,7 @@ def _share(source: SpilledPieces, plan: BatchPlan, *, equal_steps: bool) -> Shar
 
 
 def _counts(own: int) -> list[int]:
-    """Return the number of rows of every rank."""
+    """Return the number of rows of each rank; this one has `own`."""
     import numpy as np
 
     from pyhvd.api import collectives

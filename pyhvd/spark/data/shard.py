@@ -185,13 +185,14 @@ def shard(
     columns : sequence of str, optional
         The columns to read; all by default.
     shuffle : bool
-        Whether each epoch has its own order: of the row groups, and of the rows in each four of them.
+        Whether each epoch has its own order: the row groups are shuffled, and then the rows within each four
+        row groups.
     seed : int
-        The seed of these orders.
+        The seed of the shuffling.
     equal_steps : bool
-        Whether all ranks have batches of the same sizes. Then a share with an extra row leaves one row out,
-        with `shuffle` another one in each epoch. With False, a rank may have one step more than others, and
-        the ranks must call :func:`pyhvd.join` after each epoch.
+        Whether all ranks have batches of the same sizes. Then a share with an extra row leaves one row out;
+        with `shuffle`, a different one in each epoch. With False, a rank may have one step more than others,
+        and the ranks must call :func:`pyhvd.join` after each epoch.
     cache : bool
         Whether to keep the share in memory after reading it.
     storage_options : mapping, optional

@@ -77,7 +77,7 @@ class Estimator(SparkEstimator):
     shuffle : bool
         Whether each epoch has its own order of the rows.
     seed : int
-        The seed of these orders, and of the split into training and validation data.
+        The seed of the shuffling, and of the split into training and validation data.
     cache : bool
         Whether to keep each rank's data in memory.
     verbose : int

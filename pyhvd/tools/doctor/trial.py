@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pyhvd.run.check_build import alone
+from pyhvd.run.check_build import outside_job
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 
 _GRACE_S = 8.0
@@ -89,7 +89,7 @@ def run_job(
 
 def _surroundings() -> dict[str, str]:
     """Return the user's environment without knobs that write files or open ports."""
-    kept = alone(os.environ)
+    kept = outside_job(os.environ)
     for name in _NOT_FOR_A_TRIAL:
         for prefix in ("PYHVD_", "HOROVOD_"):
             kept.pop(prefix + name, None)

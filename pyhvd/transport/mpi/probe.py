@@ -25,13 +25,14 @@ def library_path() -> str:
 
 def main() -> None:
     """Print what is known of MPI, stage by stage."""
-    found: dict[str, Any] = {"stage": "import"}
+    found: dict[str, Any] = {"stage": ""}
 
     def tell(stage: str, **more: Any) -> None:
         found.update(more, stage=stage)
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 
+    tell("import")
     import mpi4py
 
     tell("load", mpi4py=mpi4py.__version__)

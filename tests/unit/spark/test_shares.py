@@ -189,6 +189,9 @@ def test_noise_is_no_description(noise: bytes) -> None:
         ("s3a://bucket/x/", "s3://bucket/x"),
         ("hdfs://name:8020/x", "hdfs://name:8020/x"),
         ("hdfs:///x", "hdfs:///x"),
+        ("hdfs:/x/", "hdfs:///x"),
+        ("hdfs:///", "hdfs:///"),
+        ("dbfs:/x", "dbfs:///x"),
         ("simplecache::s3://bucket/x", "simplecache::s3://bucket/x"),
     ],
 )

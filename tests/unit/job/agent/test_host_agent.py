@@ -100,6 +100,18 @@ def test_it_says_hello_again_when_asked() -> None:
         assert made.error is None
 
 
+@pytest.mark.parametrize("last", [Again(), Stop("over")])
+def test_a_job_that_is_cancelled_in_the_same_batch_of_messages(last: FromDriver, tmp_path: Path) -> None:
+    with driver() as made:
+        made.connection._session.send(encode(Prepare(0, 1, str(tmp_path), "")))
+        made.send(last)  # with the message before it
+        if isinstance(last, Again):
+            made.wait_for(Hello)
+            made.send(Stop("over"))
+        made.join()
+        assert made.error is None
+
+
 def test_it_keeps_the_state_while_the_driver_stands_still_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -43,6 +43,15 @@ def test_the_first_sigterm_is_a_notice_and_wakes_the_waiting_thread(notice: Noti
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_the_first_sigterm_after_a_command_that_succeeded_ends_nothing(notice: Notice) -> None:
+    notice.watch("true")
+    wait_until(lambda: has_succeeded(notice))
+    notice.watch("true")  # for the next generation
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert notice.why == "the preemption command has succeeded"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_at_the_end_sigterm_has_its_meaning_again() -> None:
     with closing(Notice()) as notice:
         notice.watch("")

@@ -166,7 +166,7 @@ def test_what_is_not_whole_is_not_read(tmp_path: Path, damage: Callable[[Path], 
         path.unlink()
     with pytest.raises(StoreError) as caught:
         store.read()
-    assert str(caught.value) == f"{tmp_path}: no commit is whole: {newest.name} {why}"
+    assert str(caught.value) == f"{tmp_path}: no commit is valid: {newest.name} {why}"
 
 
 def test_a_manifest_that_was_changed_is_not_believed(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_a_manifest_that_was_changed_is_not_believed(tmp_path: Path) -> None:
 def test_a_store_that_is_away(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = make(f"{tmp_path}/file/store")
-    with pytest.raises(StoreError, match="cannot be written to, commit 1 is not there: "):
+    with pytest.raises(StoreError, match="file/store: commit 1 cannot be stored: "):
         write(store, 1)
-    with pytest.raises(StoreError, match="cannot be opened: "):
+    with pytest.raises(StoreError, match="nosuch://folder: cannot be opened: ValueError: "):
         make("nosuch://folder")
 
 

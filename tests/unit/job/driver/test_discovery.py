@@ -131,12 +131,23 @@ def pids(path: Path) -> list[int]:
     return list(map(int, path.read_text().split()))
 
 
+def late(seconds: float) -> str:
+    return f"the script, or a process that it started, has not ended within {seconds:g} s"
+
+
 HANGS = "sleep 1000 & echo $$ $! > {0}/new; mv {0}/new {0}/pids; wait"
 
 
 def test_a_script_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     with script(tmp_path, HANGS.format(tmp_path), interval=PATIENCE_S, limit=0.5) as discovery:
-        assert first(discovery) == DiscoveryFailed("the script has not ended within 0.5 s")
+        assert first(discovery) == DiscoveryFailed(late(0.5))
+        wait_gone(pids(tmp_path / "pids"))
+
+
+def test_a_process_that_a_script_leaves_behind_is_killed(tmp_path: Path) -> None:
+    leaves = f"sleep 1000 & echo $! > {tmp_path}/pids"
+    with script(tmp_path, leaves, interval=PATIENCE_S, limit=0.5) as discovery:
+        assert first(discovery) == DiscoveryFailed(late(0.5))
         wait_gone(pids(tmp_path / "pids"))
 
 
@@ -157,7 +168,7 @@ def test_a_script_that_prints_without_end_is_killed(tmp_path: Path) -> None:
 
 def test_a_script_that_complains_without_end_is_killed(tmp_path: Path) -> None:
     with script(tmp_path, "while :; do echo no >&2; done", interval=PATIENCE_S, limit=0.2) as discovery:
-        assert first(discovery) == DiscoveryFailed("the script has not ended within 0.2 s")
+        assert first(discovery) == DiscoveryFailed(late(0.2))
 
 
 def test_a_script_dies_with_the_driver(tmp_path: Path) -> None:
@@ -361,6 +372,27 @@ def test_a_call_that_hangs_does_not_hold_up_the_end() -> None:
         assert isinstance(first(discovery), DiscoveryFailed)
     hangs.set()
     wait_until(lambda: all(thread.name != "pyhvd.job.discovery.call" for thread in threading.enumerate()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_a_call_that_leaves_a_forked_process_behind() -> None:
+    children: list[int] = []
+
+    def find() -> dict[str, int]:
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+            os._exit(0)
+        children.append(child)
+        return {"h1": 1}
+
+    try:
+        with calls(find, limit=2.0) as discovery:
+            assert first(discovery) == Found((FoundHost("h1", 1),), ())
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_nothing_is_left_open_after_calls() -> None:

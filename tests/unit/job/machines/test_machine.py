@@ -194,8 +194,8 @@ class Schedule(RuleBasedStateMachine):
     @rule(data=st.data(), jitter=st.floats(0, 1))
     def lose_before_the_start(self, data: st.DataObject, jitter: float) -> None:
         host = data.draw(st.sampled_from(sorted(self.members)))
-        self.machine.lose(self.members.pop(host), "is lost", self.now)
         self.machine.pool.fail(host, "reset", self.now, jitter, may_pass=True)
+        self.machine.lose(self.members.pop(host), "is lost", self.now)
         self.again_at[host] = self.now + 0.5
         self.tick()
 
@@ -281,6 +281,19 @@ def test_an_agent_is_replaced_by_a_newer_attempt_only() -> None:
     assert made.register(member_of(1, 1)) == ""
     assert isinstance(made.tick(0.0)[0], Begin)
     assert "registered already" in made.register(member_of(1, 1, attempt=9))
+
+
+def test_an_earlier_failure_of_an_agent_that_is_up_is_no_problem() -> None:
+    made = on_hosts(2, NAMES[:2])
+    made.until = START_S
+    assert made.tick(0.0) == [StartCommand(0), StartCommand(1)]
+    made.pool.fail(0, "ssh says: connection reset", 0.0, 0.0, may_pass=True)
+    assert made.tick(1.0) == [StartCommand(0)]
+    assert made.register(member_of(0, 1)) == ""
+    made.pool.fail(1, "no such host", 1.0, 0.0, may_pass=False)
+    (action,) = made.tick(1.0)
+    assert isinstance(action, End)
+    assert str(action.error) == "host h1: no such host"
 
 
 def test_those_that_do_not_come_are_named() -> None:
@@ -372,7 +385,9 @@ def test_ranks_that_do_not_stop_are_named_once() -> None:
     assert made.tick(1.9) == []
     (say,) = made.tick(2.0)
     assert isinstance(say, Say)
-    assert "ranks 1 are still stopping" in say.text
+    assert say.text == (
+        "pyhvd: rank 1 is still stopping, and will be killed 5 s after the signal, or at once by Ctrl-C"
+    )
     assert made.tick(3.0) == []
     (action,) = made.tick(6.0)
     assert isinstance(action, End)
@@ -425,6 +440,15 @@ def test_ranks_that_end_after_init_or_all_without_it() -> None:
             assert machine.tick(1e6) == []
             machine.end(rank, 2.0)
         assert machine.tick(1e6) == [Done()]
+
+
+def test_several_ranks_that_are_late_in_init() -> None:
+    machine = started(ends_late=True)
+    machine.enter(1, 0.0)
+    assert str(error_in(machine.tick(START_S))) == (
+        "pyhvd: rank 0 of 6 on host h0 has not called init() within the start timeout of 30 s, nor have ranks"
+        " 2-5, and rank 1 waits for it there"
+    )
 
 
 @pytest.mark.parametrize("ends", [True, False])

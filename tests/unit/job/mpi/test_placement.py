@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 import pyhvd.spark
 from pyhvd.errors import ConfigError, RankFailedError
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
-from pyhvd.job.machines.agent_pool import Registry
+from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.failure import FailureAnalysis
 from pyhvd.job.messages import Member, Start, encode
 from pyhvd.job.mpi.rendezvous import RankPlacement, assign
@@ -31,14 +31,14 @@ from pyhvd.transport.tcp.session import MAX_RECORD
 
 
 def placements_of(hosts: list[str]) -> list[RankPlacement]:
-    return assign(chain.from_iterable(registry_of(hosts).groups()))
+    return assign(chain.from_iterable(pool_of(hosts).groups()))
 
 
-def registry_of(hosts: list[str]) -> Registry:
-    registry = Registry(len(hosts))
+def pool_of(hosts: list[str]) -> AgentPool:
+    pool = AgentPool(hosts, starts=False)
     for index, host in reversed(list(enumerate(hosts))):
-        assert registry.add(Member(index, 0, host, host))
-    return registry
+        assert pool.register(Member(index, 0, host, host))
+    return pool
 
 
 def test_the_host_of_task_0_comes_first() -> None:
@@ -71,16 +71,16 @@ def test_every_task_becomes_one_rank_and_hosts_stay_together(hosts: list[str]) -
 
 
 def test_only_a_newer_attempt_replaces_a_task() -> None:
-    registry = Registry(2)
+    pool = AgentPool(["", ""], starts=False)
     old, new = Member(1, 0, "a", "a"), Member(1, 1, "b", "b")
-    assert registry.add(old)
-    assert registry.add(new)
-    assert not registry.add(old)
-    registry.remove(old)
-    assert registry.missing == [0]
-    registry.remove(new)
-    assert registry.missing == [0, 1]
-    assert not registry.add(Member(2, 0, "a", "a"))
+    assert pool.register(old)
+    assert pool.register(new)
+    assert not pool.register(old)
+    pool.remove(old)
+    assert pool.missing == [0]
+    pool.remove(new)
+    assert pool.missing == [0, 1]
+    assert not pool.register(Member(2, 0, "a", "a"))
 
 
 def error_of(failures: FailureAnalysis, placements: list[RankPlacement]) -> Exception:
