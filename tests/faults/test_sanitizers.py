@@ -14,7 +14,7 @@ Limits of ThreadSanitizer
 
 from __future__ import annotations
 
-import functools
+import fcntl
 import os
 import shutil
 import subprocess
@@ -116,13 +116,19 @@ def _need(kind: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
-    """Return the object files for a kind of sanitizer, compiled once."""
+    """Return the object files for a kind of sanitizer; one of pytest's workers compiles them for all."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
-    @functools.cache
     def build(kind: str) -> list[Path]:
-        folder = tmp_path_factory.mktemp(kind)
-        _need(kind, folder)
-        _compile(kind, folder, [*(ROOT / name for name in _sources()), *RACES.glob("*.c")])
+        folder = shared / f"races-{kind}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "complete").exists():
+                _need(kind, folder)
+                _compile(kind, folder, [*(ROOT / name for name in _sources()), *RACES.glob("*.c")])
+                (folder / "complete").touch()
         return sorted(folder.glob("*.o"))
 
     return build

@@ -396,7 +396,7 @@ class Cluster:
 NAMES = ["a", "b", "c"]
 
 
-@settings(max_examples=examples(500))
+@settings(max_examples=examples(500, longest=True))
 @given(data=st.data())
 def test_all_ranks_run_the_same_lists_in_any_interleaving(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))

@@ -241,7 +241,7 @@ def play(cluster: Cluster, chance: random.Random, steps: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=examples(2000))
+@settings(max_examples=examples(2000, longest=True))
 @given(hosts=st.integers(2, 8), seed=st.integers(0, 2**32))
 def test_all_hosts_compute_one_log_and_nothing_is_stuck(hosts: int, seed: int) -> None:
     check_one_log(Cluster(hosts), seed)

@@ -383,7 +383,7 @@ class Twin(HostOrder):
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=examples(1000))
+@settings(max_examples=examples(1000, longest=True))
 @given(hosts=st.integers(2, 8), seed=st.integers(0, 2**32))
 def test_c_does_what_the_model_does(c: ctypes.CDLL, hosts: int, seed: int) -> None:
     check_one_log(Cluster(hosts, functools.partial(Twin, c)), seed)

@@ -103,14 +103,14 @@ class TreeCluster(Cluster):
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=examples(2000))
+@settings(max_examples=examples(2000, longest=True))
 @given(parents=st.sampled_from(list(DEEP.values())), seed=st.integers(0, 2**32))
 def test_one_log_in_a_deep_tree(parents: list[int], seed: int) -> None:
     check_one_log(TreeCluster(parents), seed)
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(200, longest=True))
 @given(hosts=st.integers(9, 24), seed=st.integers(0, 2**32))
 def test_one_log_beyond_eight_hosts(hosts: int, seed: int) -> None:
     check_one_log(TreeCluster(parents_of(hosts)), seed)

@@ -131,7 +131,7 @@ class Twin(HostTree):
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=examples(500))
+@settings(max_examples=examples(500, longest=True))
 @given(parents=st.sampled_from([*DEEP.values(), parents_of(9), parents_of(16)]), seed=st.integers(0, 2**32))
 def test_c_does_what_the_model_does(c: ctypes.CDLL, parents: list[int], seed: int) -> None:
     check_one_log(TreeCluster(parents, functools.partial(Twin, c)), seed)

@@ -231,7 +231,7 @@ def play(clash: Clash, players: Sequence[Player], choices: Sequence[int]) -> Non
             return
 
 
-@settings(max_examples=examples(1500))
+@settings(max_examples=examples(1500, longest=True))
 @given(
     programs=st.lists(st.sampled_from(PROGRAMS), min_size=2, max_size=4).filter(is_clash),
     capacity=st.sampled_from([8, 8, 1, 0]),

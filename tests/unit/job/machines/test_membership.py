@@ -359,7 +359,7 @@ class Schedule(RuleBasedStateMachine):
         raise AssertionError("the job neither runs nor ends")
 
 
-Schedule.TestCase.settings = settings(max_examples=examples(1000), stateful_step_count=40)
+Schedule.TestCase.settings = settings(max_examples=examples(1000, longest=True), stateful_step_count=40)
 TestSchedule = Schedule.TestCase
 
 
