@@ -6,6 +6,7 @@ whatever setup.py names.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -26,7 +27,15 @@ _DEFINITION = re.compile(r"^(?:static|extern)?\b.*?\b(__pyx_(?:f|pf|pw|fuse)[A-Z
 
 
 def build() -> None:
-    """Build the extensions and walk_hooks.c for walking; nothing to do where the sources are the same."""
+    """Build the extensions and walk_hooks.c for walking, one process at a time."""
+    BUILD.parent.mkdir(exist_ok=True)
+    with BUILD.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _build()
+
+
+def _build() -> None:
+    """Do :func:`build`; nothing is to be done where the sources are the same."""
     files = [ROOT / name for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE")]
     files += sorted(path for path in (ROOT / "pyhvd").rglob("*") if _is_source(path))
     digest = hashlib.sha256(f"{sys.version}{_FLAGS}".encode())
