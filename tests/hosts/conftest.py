@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(made, folder)
 
 
-# Eight ranks of Open MPI take turns on two cores for a minute, and carry nothing in another way.
+# Eight ranks of Open MPI take a minute on two cores. Links and trees are the same under every MPI.
 _PARAMETERS = [
     pytest.param(shape, id=name_of(shape), marks=[pytest.mark.any_mpi] if len(shape) == 8 else [])
     for shape in SHAPES

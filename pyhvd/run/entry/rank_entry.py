@@ -13,6 +13,7 @@ from pyhvd.job.mpi.rank_env import RankEnv, set_defaults, set_horovods
 from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.guardian import die_with_parent
 from pyhvd.job.process.output import make_relays
+from pyhvd.job.process.rank_line import REPORT
 from pyhvd.job.process.signals import BLOCKED_OVER_FORK
 from pyhvd.run.entry.control_socket import Line, connect
 from pyhvd.run.entry.rank_supervisor import FIRST_ENDS_JOB_S, Supervisor
@@ -76,7 +77,7 @@ def _refuse(rank_env: RankEnv, line: Line | None, why: str) -> int:
     """End the job before this rank's script has begun; return this process's exit code."""
     report = ExitReport(rank_env.rank, EXIT, 1, f"pyhvd: {rank_env.title} {why}")
     if line is not None:
-        line.send("report", asdict(report))
+        line.send(REPORT, asdict(report))
         line.send("ended", report.code)
     if not claim_first_failure(os.getppid()):
         time.sleep(FIRST_ENDS_JOB_S)

@@ -28,6 +28,7 @@ from pyhvd.job.mpi.rank_env import OF_ONE_RANK, OPENMPI, without
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, LOST, ExitReport, root_cause
 from pyhvd.job.process.guardian import signal_group
 from pyhvd.job.process.private_folder import PrivateFolder
+from pyhvd.job.process.rank_line import ENTERING, REPORT
 from pyhvd.job.process.signals import (
     ENDING,
     GRACE_S,
@@ -198,11 +199,11 @@ class _LocalJob:
                     line.give_stdin()
                 if self._stopped_by:
                     line.send("signal", self._stopped_by)
-            elif what == "entering" and value:
+            elif what == ENTERING and value:
                 self._entrance.enter(self._ranks[line], time.monotonic())
-            elif what == "entering":
+            elif what == ENTERING:
                 self._entrance.note_return()
-            elif what == "report":
+            elif what == REPORT:
                 self._reports.append(ExitReport(**value))
             elif what == "ended":
                 self._ended.add(self._ranks[line])
