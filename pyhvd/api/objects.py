@@ -69,10 +69,16 @@ def allgather_object(
     name = _name(name, process_set, RequestType.ALLGATHER)
     with refusing(RequestType.ALLGATHER, _part(name, "sz"), process_set):
         data = _pickled(obj)
-    sizes = allgather(np.array([data.nbytes], np.int64), _part(name, "sz"), process_set)
-    everything = allgather(data, _part(name, "t"), process_set)
+    return [_unpickled(each) for each in allgather_bytes(data, name, process_set)]
+
+
+def allgather_bytes(data: Any, name: str, process_set: ProcessSet) -> list[memoryview]:
+    """Return every rank's bytes, of any number, in rank order; ``data`` is a buffer."""
+    mine = np.frombuffer(data, np.uint8)
+    sizes = allgather(np.array([mine.nbytes], np.int64), _part(name, "sz"), process_set)
+    everything = allgather(mine, _part(name, "t"), process_set)
     ends = np.cumsum(sizes)
-    return [_unpickled(everything[end - n : end].data) for n, end in zip(sizes, ends, strict=True)]
+    return [everything[end - n : end].data for n, end in zip(sizes, ends, strict=True)]
 
 
 def _name(name: str | None, process_set: ProcessSet, kind: RequestType) -> str:

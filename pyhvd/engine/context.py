@@ -58,8 +58,18 @@ from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.world import World
 
 Ranks = tuple[int, ...]
-Counts = dict[str, int]
-"""The last number of one process set's names, by prefix."""
+
+
+class Counts(dict[str, int]):
+    """The last number of one process set's names, by prefix, until the counts restart: then it gets others.
+
+    Attributes
+    ----------
+    restarted : bool
+        Whether they have restarted. Set once, before the call that restarts them ends; read without a lock.
+    """
+
+    restarted = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,12 +307,9 @@ class Context:
         return self.keep_name(process_set, prefix, None)[0]
 
     def keep_name(self, process_set: int, prefix: str, kept: tuple[str, Counts] | None) -> tuple[str, Counts]:
-        """Return the name that is kept if its counts have not restarted since, else the next name.
-
-        A restart makes a new dict, so the dict of a name's counts tells whether they have restarted.
-        """
+        """Return the name that is kept if it is of this set, and its counts have not restarted, else the next."""
         with self._lock:
-            counts = self._counts.setdefault(process_set, {})
+            counts = self._counts.setdefault(process_set, Counts())
             if kept is not None and kept[1] is counts:
                 return kept
             number = counts[prefix] = counts.get(prefix, -1) + 1
@@ -349,17 +356,26 @@ class Context:
 
     def admit(self, set_id: int, ranks: Ranks) -> None:
         """Register a process set, and restart its counts: the id may be reused."""
-        with self._lock:
-            self._counts.pop(set_id, None)  # no thread counts in the set before it is registered
-            self.process_sets[set_id] = ranks
+        self._restart(set_id)  # no thread counts in the set before it is registered
+        self.process_sets[set_id] = ranks
+
+    def dismiss(self, set_id: int) -> Ranks:
+        """Forget a process set, and restart its counts; return its members."""
+        self._restart(set_id)
+        return self.process_sets.pop(set_id)
 
     def recount(self) -> None:
         """Restart the counts of all process sets, at the same place in the order on every rank.
 
         A join needs this: some ranks have called more often than others, and none of those calls is left.
         """
+        for set_id in list(self._counts):
+            self._restart(set_id)
+
+    def _restart(self, set_id: int) -> None:
         with self._lock:
-            self._counts.clear()
+            if (counts := self._counts.pop(set_id, None)) is not None:
+                counts.restarted = True
 
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
@@ -381,6 +397,7 @@ class Context:
             text = f"rank {rank} failed: {describe_exception(cause)}"
             reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(cause))
         self.runtime.stop(reason)
+        self.recount()
         # A supervisor prints a reported failure before it ends the job; MPI would end the job first.
         if self.runtime.broken and not (failed and launcher_hooks.supervised):
             self._world.abort()

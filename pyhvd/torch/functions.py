@@ -11,10 +11,11 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pyhvd.api import collectives
 from pyhvd.api.call import refusing
-from pyhvd.api.objects import allgather_object, broadcast_object
+from pyhvd.api.objects import allgather_bytes, broadcast_object
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.api.topology import rank
 from pyhvd.devices.torch_tensors import why_no_memory
+from pyhvd.engine import context
 from pyhvd.errors import MismatchError
 from pyhvd.negotiation.messages import RequestType
 from pyhvd.torch.optimizer_state import Missing, dump, load, parameters_of, put, take
@@ -25,6 +26,8 @@ _SMALL = 1 << 20
 # Bytes of a common message.
 _MESSAGE = 32 << 20
 _STATE = "broadcast_optimizer_state"
+# Made here: with ranks as threads, several first uses at once may crash msgspec.
+_from_rank = msgspec.msgpack.Decoder(tuple[int, bytes])
 
 
 def broadcast_parameters(
@@ -163,8 +166,9 @@ def _sort_out(params: Any, process_set: ProcessSet) -> tuple[dict[str, Any], dic
 def compare(mine: Description, what: str, process_set: ProcessSet) -> list[Description]:
     """Return all ranks' descriptions, but those that have joined; raise MismatchError if they differ."""
     encoded = msgspec.msgpack.encode(mine)
-    known: tuple[int, bytes] = (rank(), encoded)
-    everyone = allgather_object(known, f"{what}: parameters", process_set)
+    known = msgspec.msgpack.encode((context.current().topology.rank, encoded))
+    gathered = allgather_bytes(known, f"{what}: parameters", process_set)
+    everyone = [_from_rank.decode(each) for each in gathered]
     if all(each == encoded for _, each in everyone):
         return [mine] * len(everyone)
     by_rank = {number: msgspec.msgpack.decode(each, type=Description) for number, each in everyone}

@@ -44,13 +44,13 @@ class Position:
 
     def renew(self) -> bool:
         """Begin anew if all ranks have called ``init()`` or ``join()`` since; return whether they have."""
+        if self._kept is not None and not self._kept[1].restarted:
+            return False
         active = context.current_holder().context
         if active is None or active.runtime.is_forked():
             return False
         set_id, _ = active.members_of(self._process_set)
-        before, self._kept = self._kept, active.keep_name(set_id, "gradients", self._kept)
-        if self._kept is before:
-            return False
+        self._kept = active.keep_name(set_id, "gradients", self._kept)
         self.prefix = self._kept[0]
         self.restart()
         return True

@@ -444,13 +444,13 @@ class Reducer:
         """Return the sums of all ranks' numbers; in a backward pass, tell rank 0 if that takes long."""
         process_set, prefix = self.terms.process_set, f"{self.position.prefix}: "
         handle = start(WAITS, mine, None, prefix + name, collectives.Sum, 1.0, 1.0, process_set)
-        if self._in_backward:
+        if self._in_backward and not handle.wait(_PATIENCE_S):
             # Only the first ranks of the set tell it soon: one of them suffices.
-            patience = _PATIENCE_S * (1 + math.log2(1 + (process_set.rank() or 0)))
+            patience = _PATIENCE_S * math.log2(1 + (process_set.rank() or 0))
             while not handle.wait(patience):
                 active = context.current()
                 active.runtime.tell_round(active.members_of(process_set)[0], prefix)
-                patience = min(2 * patience, _MOST_PATIENCE_S)
+                patience = min(2 * patience + _PATIENCE_S, _MOST_PATIENCE_S)
         return handle.result()
 
     def _find_spoiled(self) -> str:
