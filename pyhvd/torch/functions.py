@@ -11,7 +11,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pyhvd.api import collectives
 from pyhvd.api.call import refusing
-from pyhvd.api.objects import allgather_bytes, broadcast_object
+from pyhvd.api.objects import allgather_bytes, allgather_object as allgather_object, broadcast_object
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.api.topology import rank
 from pyhvd.devices.torch_tensors import why_no_memory
