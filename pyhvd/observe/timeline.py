@@ -25,8 +25,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.errors import HorovodInternalError, TimelineError, copy_error
@@ -50,7 +48,7 @@ from pyhvd.observe.trace.clocks import ClockReading, measure
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
 from pyhvd.observe.trace.rows import Rows, Tensor
 from pyhvd.queue import TensorEntry
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, allgather_bytes
 
 _log = logging.getLogger("pyhvd")
 
@@ -66,7 +64,6 @@ MOST_NOTES = 1 << 16
 PERIOD = 0.05
 """Seconds between two drains; a killed rank loses at most this much, unless it was busy."""
 
-_TEXT = 1024
 _STAGES = {
     PACKING: "MEMCPY_IN_FUSION_BUFFER",
     REDUCING: "SHM_ALLREDUCE",
@@ -324,7 +321,7 @@ class Recorder:
         except OSError as exc:
             error = f"rank {self._rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "
             error += exc.strerror or str(exc)
-        job, *_ = heard = _exchange(fabric, order.job + "\n" + error)
+        job, *_ = heard = _share_texts(fabric, order.job + "\n" + error)
         if errors := [text.partition("\n")[2] for text in heard if not text.endswith("\n")]:
             if writer is not None:
                 writer.close()
@@ -454,11 +451,6 @@ def new_job() -> str:
     return uuid.uuid4().hex
 
 
-def _exchange(fabric: Fabric, text: str) -> list[str]:
-    """Return every rank's text, cut to _TEXT bytes."""
-    mine = np.zeros(_TEXT, np.uint8)
-    data = text.encode(errors="replace")[:_TEXT]
-    mine[: len(data)] = np.frombuffer(data, np.uint8)
-    table = np.empty((fabric.size, _TEXT), np.uint8)
-    fabric.allgather(mine, table.reshape(-1))
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
+def _share_texts(fabric: Fabric, text: str) -> list[str]:
+    """Return every rank's text."""
+    return [data.decode() for data in allgather_bytes(fabric, text.encode(errors="replace"))]
