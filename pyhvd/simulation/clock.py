@@ -100,10 +100,14 @@ class SimulatedProcess:
             self._is_due = True
             self.clock.at(self._free_at, self._turn)
 
+    def wake(self) -> None:
+        """Take a turn as soon as this process is free, if only to settle."""
+        self.call(bool)
+
     def resume(self) -> None:
         """Go on after `blocked` was set."""
         self.blocked = False
-        self.call(_nothing)
+        self.wake()
 
     def _turn(self) -> None:
         self._extra = 0.0
@@ -128,7 +132,3 @@ class SimulatedProcess:
             return 0.0
         measured = time.thread_time() - self._begun if self._cpu is None else self._cpu
         return measured + self._extra
-
-
-def _nothing() -> None:
-    """Make a process settle."""

@@ -23,7 +23,7 @@ import numpy as np
 from pyhvd.arrays import Bytes, address
 from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
-from pyhvd.transport.control import Bell, Message, Sending
+from pyhvd.transport.control import Bell, Delivered, Message, Sending
 from pyhvd.transport.fabric import Aborted, Fabric
 from pyhvd.transport.shm import LINE, NoWindow, Segment, aligned
 from pyhvd.transport.tree import Tree
@@ -243,17 +243,6 @@ class ThreadBell:
         """Do nothing."""
 
 
-class _Delivered:
-    """A message that is in its receiver's box already."""
-
-    def gone(self) -> bool:
-        """Return True: the message needs no further work of the sender."""
-        return True
-
-
-_DELIVERED = _Delivered()
-
-
 class InProcessTransport:
     """The control transport of one thread.
 
@@ -272,7 +261,7 @@ class InProcessTransport:
         """Deliver a message."""
         self._boxes[destination].append((self.rank, payload))
         self._bell.ring(destination)
-        return _DELIVERED
+        return Delivered()
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived."""
