@@ -344,19 +344,19 @@ class NcclBackend:
         """Multiply by unpacking a buffer of one tensor: packing would write beyond its last element."""
         if factor != 1.0:
             one = np.zeros(1, np.int64), np.array([target], np.int64), np.array([count], np.int64)
-            self._packer.unpack(source, *one, code, code, factor, self.stream)
+            self._packer.unpack(source, *one, code, factor, self.stream)
 
     def _pack(
         self, buffer: int, offsets: Words, ptrs: Words, counts: Words | Sequence[int], spec: ReduceSpec
     ) -> None:
         numbers, code = np.asarray(counts, np.int64), spec.info.code
-        self._packer.pack(buffer, offsets, ptrs, numbers, code, code, spec.op, spec.prescale, self.stream)
+        self._packer.pack(buffer, offsets, ptrs, numbers, code, spec.op, spec.prescale, self.stream)
 
     def _unpack(
         self, buffer: int, offsets: Words, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         ptrs, numbers, code = _addresses(targets), np.array(counts, np.int64), spec.info.code
-        self._packer.unpack(buffer, offsets, ptrs, numbers, code, code, spec.postscale, self.stream)
+        self._packer.unpack(buffer, offsets, ptrs, numbers, code, spec.postscale, self.stream)
 
 
 def _addresses(views: DeviceViews) -> Words:

@@ -230,7 +230,7 @@ class StagedBackend:
         code, stream = info.code, self.stream
         if self._packer is not None:
             ptrs, counts = _table(sources)
-            self._packer.pack(buffer, offsets, ptrs, counts, code, code, ReduceOp.SUM, 1.0, stream)
+            self._packer.pack(buffer, offsets, ptrs, counts, code, ReduceOp.SUM, 1.0, stream)
             return
         for first, view in zip(offsets.tolist(), sources, strict=True):
             self._device.copy(buffer + first * info.itemsize, view.ptr, view.nbytes, stream)
@@ -239,7 +239,7 @@ class StagedBackend:
         code, stream = info.code, self.stream
         if self._packer is not None:
             ptrs, counts = _table(targets)
-            self._packer.unpack(buffer, offsets, ptrs, counts, code, code, 1.0, stream)
+            self._packer.unpack(buffer, offsets, ptrs, counts, code, 1.0, stream)
             return
         for first, view in zip(offsets.tolist(), targets, strict=True):
             self._device.copy(view.ptr, buffer + first * info.itemsize, view.nbytes, stream)
