@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pyhvd.common.tables import align
 from pyhvd.errors import ConfigError
 
 _PREFIXES = ("PYHVD_", "HOROVOD_")
@@ -407,8 +408,7 @@ class Config:
     def describe(cls) -> str:
         """Return the table of knobs: variable, default, meaning."""
         rows = [(f"PYHVD_{suffix_of(k)}", str(k.default), k.metadata["doc"]) for k in cls.knobs()]
-        wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
+        return "\n".join(align(rows, left=3))
 
 
 SHARED = tuple(knob.name for knob in Config.knobs() if knob.metadata["shared"])

@@ -234,10 +234,9 @@ def _shares(cost: Cost) -> dict[str, float]:
 def _failure(world: SimulatedWorld, launcher: Launcher, happened: Faults, faults: Sequence[Fault]) -> Failure:
     survivors = [rank for rank in world.ranks if rank.error not in (LOST, KILLED)]
     knew = [world.ends[rank.rank][0] if rank.error else math.inf for rank in survivors if not rank.done]
-    noticed = [when for when, _ in happened.noticed]
     return Failure(
         at=min(fault.at for fault in faults),
-        noticed=min(noticed, default=math.inf),
+        noticed=min(happened.noticed, default=math.inf),
         known=max(knew, default=math.inf),
         cause=launcher.error,
         texts=dict(Counter(rank.error for rank in survivors if rank.error)),

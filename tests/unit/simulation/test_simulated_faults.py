@@ -57,6 +57,6 @@ def check(hosts: int, faults: Sequence[Fault], seed: int) -> None:
     for rank in world.ranks:
         assert rank.carried_out == longest[: len(rank.carried_out)], f"rank {rank.rank} has another log"
     # Of faults that have all happened when the first one is noticed, each may be named: silence is seen late.
-    first = happened.noticed[0][0]
+    first = happened.noticed[0]
     causes = {world.name_of(host_of(fault)) for fault in faults if fault.at <= first + REPORT_S}
     assert any(f" on host {name} " in launcher.error for name in causes), (launcher.error, causes)
