@@ -176,6 +176,25 @@ class Packer(Protocol):
         """Queue one kernel that does the reverse of :meth:`pack`; skip targets of address 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceContext:
+    """This rank's device and its streams.
+
+    Attributes
+    ----------
+    device : Device
+        The device of this rank.
+    stream : Stream
+        The communication stream.
+    packer : Packer or None
+        Packs many tensors by one kernel.
+    """
+
+    device: Device
+    stream: Stream
+    packer: Packer | None
+
+
 class ArrayLibrary(Protocol):
     """Makes results in the caller's library."""
 

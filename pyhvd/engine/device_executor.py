@@ -24,7 +24,7 @@ from pyhvd.arrays import TensorView, address, flat_bytes
 from pyhvd.backends.gpu.select import open_backend
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
-from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
+from pyhvd.devices.base import Device, DeviceBackend, DeviceContext, DeviceView, Memory, Span, Stream
 from pyhvd.devices.host_device import HostDevice
 from pyhvd.devices.pending import KeepAlive, PendingArray
 from pyhvd.devices.streams import mark_ready
@@ -42,25 +42,6 @@ SWEEP_SECONDS = 0.01
 
 ABORT_SECONDS = 10.0
 """Seconds that a device may take to end aborted work."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceContext:
-    """This rank's device and its streams.
-
-    Attributes
-    ----------
-    device : Device
-        The device of this rank.
-    stream : Stream
-        The communication stream.
-    packer : Packer or None
-        Packs many tensors by one kernel.
-    """
-
-    device: Device
-    stream: Stream
-    packer: Packer | None
 
 
 @dataclass(eq=False)
@@ -177,10 +158,7 @@ class DeviceExecutor:
         self._device_context = DeviceContext(chosen, chosen.make_stream(), chosen.packer())
         for set_id, backend in list(self._opened.items()):
             if isinstance(backend, StagedBackend):
-                context = self._device_context
-                self._opened[set_id] = StagedBackend(
-                    self.backends[set_id], context.device, context.stream, context.packer
-                )
+                self._opened[set_id] = StagedBackend(self.backends[set_id], self._device_context)
         return self._device_context
 
     def _own_device(self) -> Device:
@@ -197,9 +175,7 @@ class DeviceExecutor:
 
     def _backend(self, set_id: int, context: DeviceContext) -> DeviceBackend:
         if set_id not in self._opened:
-            self._opened[set_id] = open_backend(
-                self.backends[set_id], context.device, context.stream, context.packer, self.sets[set_id]
-            )
+            self._opened[set_id] = open_backend(self.backends[set_id], context, self.sets[set_id])
         return self._opened[set_id]
 
     # -- the verbs -----------------------------------------------------------------------------------
