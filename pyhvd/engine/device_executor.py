@@ -94,9 +94,9 @@ class DeviceExecutor:
             _await_all(context, _distinct(entries))
             carry_out = self._run.get(batch[0].request.type)
             if carry_out is None or self.checked:
-                self._by_host(context, batch, entries)
+                self._by_host(batch, entries)
             else:
-                carry_out(self._backend(batch[0].process_set, context), batch, entries)
+                carry_out(self._backend(batch[0].process_set), batch, entries)
 
     def look(self, now: float) -> float | None:
         """Release memory that the device no longer uses; return the time (monotonic s) of the next check.
@@ -173,9 +173,9 @@ class DeviceExecutor:
         count = count_devices()
         return cuda_device(neighbours.index(rank) % count) if count else HostDevice()
 
-    def _backend(self, set_id: int, context: DeviceContext) -> DeviceBackend:
+    def _backend(self, set_id: int) -> DeviceBackend:
         if set_id not in self._opened:
-            self._opened[set_id] = open_backend(self.backends[set_id], context, self.sets[set_id])
+            self._opened[set_id] = open_backend(self.backends[set_id], self._here, self.sets[set_id])
         return self._opened[set_id]
 
     # -- the verbs -----------------------------------------------------------------------------------
@@ -241,27 +241,25 @@ class DeviceExecutor:
 
     # -- through host memory ------------------------------------------------------------------------------
 
-    def _by_host(self, context: DeviceContext, batch: list[Response], entries: Entries) -> None:
+    def _by_host(self, batch: list[Response], entries: Entries) -> None:
         """Run a batch on host arrays, tensor by tensor, and copy the results to the device."""
-        device, stream = context.device, context.stream
-        mirrored = [self._mirror(context, entry) if entry is not None else None for entry in entries]
+        device, stream = self._here.device, self._here.stream
+        mirrored = [self._mirror(entry) if entry is not None else None for entry in entries]
         device.synchronize(device.mark(stream))
         self.on_host(batch, mirrored)
 
-    def _mirror(self, context: DeviceContext, entry: TensorEntry) -> TensorEntry:
+    def _mirror(self, entry: TensorEntry) -> TensorEntry:
         """Return an entry of the same tensor in host memory; the copy from the device is queued."""
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
-        given = _host_view(context.device, source)
-        context.device.copy(given.ptr, source.ptr, source.nbytes, context.stream)
-        result = given if target is source else None if target is None else _host_view(context.device, target)
-        return msgspec.structs.replace(
-            entry, source=given, target=result, done=partial(self._send_up, context, entry)
-        )
+        device = self._here.device
+        given = _host_view(device, source)
+        device.copy(given.ptr, source.ptr, source.nbytes, self._here.stream)
+        result = given if target is source else None if target is None else _host_view(device, target)
+        done = partial(self._send_up, entry)
+        return msgspec.structs.replace(entry, source=given, target=result, done=done)
 
-    def _send_up(
-        self, context: DeviceContext, entry: TensorEntry, result: Any, error: BaseException | None
-    ) -> None:
+    def _send_up(self, entry: TensorEntry, result: Any, error: BaseException | None) -> None:
         """Complete an entry with a result in host memory."""
         if error is not None:
             entry.done(None, error)
@@ -270,7 +268,7 @@ class DeviceExecutor:
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
         target = target if target is not None else source.empty_like(array.shape)
-        device, stream = context.device, context.stream
+        device, stream = self._here.device, self._here.stream
         if target is not entry.target:
             mark_ready([target])
         device.wait(stream, target.ready)
