@@ -96,9 +96,9 @@ def packing(counts: Sequence[int]) -> dict[str, float]:
     code = Code.FLOAT32
     cupy.cuda.Device().synchronize()
     works: dict[str, Callable[[], None]] = {
-        "pack": lambda: packer.pack(*where, code, code, ReduceOp.SUM, 1.0, ptr),
-        "pack and scale": lambda: packer.pack(*where, code, code, ReduceOp.SUM, 0.5, ptr),
-        "unpack": lambda: packer.unpack(*where, code, code, 1.0, ptr),
+        "pack": lambda: packer.pack(*where, code, ReduceOp.SUM, 1.0, ptr),
+        "pack and scale": lambda: packer.pack(*where, code, ReduceOp.SUM, 0.5, ptr),
+        "unpack": lambda: packer.unpack(*where, code, 1.0, ptr),
         "copy": lambda: device.copy(int(other.data.ptr), int(buffer.data.ptr), total * 4, ptr),
     }
     nbytes = sum(counts) * 4

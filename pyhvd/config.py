@@ -15,10 +15,11 @@ import numbers
 import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pyhvd.common.tables import align
 from pyhvd.errors import ConfigError
 
 _PREFIXES = ("PYHVD_", "HOROVOD_")
@@ -108,21 +109,15 @@ def _text(text: str) -> str:
     return text
 
 
-def _log_level(text: str) -> str:
+def _one_of(text: str, words: Sequence[str]) -> str:
     word = text.strip().lower()
-    if word not in LOG_LEVELS:
-        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
+    if word not in words:
+        raise ValueError(f"expected one of {', '.join(words)}")
     return word
 
 
-_CARRIERS = ("auto", "tcp", "mpi")
-
-
-def _carrier(text: str) -> str:
-    word = text.strip().lower()
-    if word not in _CARRIERS:
-        raise ValueError(f"expected one of {', '.join(_CARRIERS)}")
-    return word
+_log_level = functools.partial(_one_of, words=LOG_LEVELS)
+_carrier = functools.partial(_one_of, words=("auto", "tcp", "mpi"))
 
 
 _CHECKS = ("results", "finite")
@@ -140,12 +135,14 @@ def _checks(text: str) -> str:
     return ",".join(check for check in _CHECKS if check in asked)
 
 
-_KINDS: dict[type, tuple[type, str]] = {
-    bool: (bool, "True or False"),
-    int: (numbers.Integral, "a whole number"),
-    float: (numbers.Real, "a number"),
-    str: (str, "a string"),
+_Parse = Callable[[str], Any]
+_KINDS: dict[type, tuple[type, str, _Parse]] = {
+    bool: (bool, "True or False", _bool),
+    int: (numbers.Integral, "a whole number", _count),
+    float: (numbers.Real, "a number", _duration),
+    str: (str, "a string", _text),
 }
+"""By type of knob: the values that it takes, a word for them, and what parses its variable."""
 
 
 def _checked(knob: dataclasses.Field[Any], value: Any) -> Any:
@@ -154,7 +151,7 @@ def _checked(knob: dataclasses.Field[Any], value: Any) -> Any:
     if value is None and optional:
         return None
     kind = int if optional else type(knob.default)
-    allowed, expected = _KINDS[kind]
+    allowed, expected, _ = _KINDS[kind]
     try:
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"expected {expected}" + " or None" * optional)
@@ -185,8 +182,9 @@ class ConfigEntry(NamedTuple):
 
 
 def _knob(
-    default: Any, parse: Callable[[str], Any], doc: str, entry: ConfigEntry | None = None, *, shared: bool
+    default: Any, doc: str, entry: ConfigEntry | None = None, *, shared: bool, parse: _Parse | None = None
 ) -> Any:
+    parse = parse or _KINDS[type(default)][2]
     return field(default=default, metadata={"parse": parse, "doc": doc, "entry": entry, "shared": shared})
 
 
@@ -209,129 +207,118 @@ class Config:
 
     fusion_threshold: int = _shared(
         128 * 1024 * 1024,
-        _count,
         "most bytes that are fused into one response; 0: no fusion",
         ConfigEntry("params.fusion_threshold_mb", "MB", scale=1 << 20),
     )
     cycle_time_ms: float = _own(
         1.0,
-        _duration,
         "longest time (ms) that submissions gather while no thread waits",
         ConfigEntry("params.cycle_time_ms", "MS"),
     )
     chunk_size: int = _shared(
         256 * 1024,
-        _chunk,
         "bytes of one chunk of the shared-memory pipeline; a rank has three per process set, or four larger"
         " ones on several hosts",
+        parse=_chunk,
     )
     staging_size: int = _shared(
-        4 * 1024 * 1024, _positive, "bytes of one piece of a tensor that goes through MPI, or is scattered"
+        4 * 1024 * 1024,
+        "bytes of one piece of a tensor that goes through MPI, or is scattered",
+        parse=_positive,
     )
     cache_capacity: int = _shared(
         4096,
-        _count,
         "responses remembered per process set; 0: no response cache",
         ConfigEntry("params.cache_capacity", "N"),
     )
-    disable_group_fusion: bool = _shared(
-        False, _bool, "a grouped call's tensors are fused only with each other"
-    )
-    dynamic_process_sets: bool = _shared(False, _bool, "add_process_set and remove_process_set are allowed")
+    disable_group_fusion: bool = _shared(False, "a grouped call's tensors are fused only with each other")
+    dynamic_process_sets: bool = _shared(False, "add_process_set and remove_process_set are allowed")
     stall_check_disable: bool = _shared(
-        False, _bool, "no warnings about stalled tensors", ConfigEntry("stall_check.enabled", opposite=True)
+        False, "no warnings about stalled tensors", ConfigEntry("stall_check.enabled", opposite=True)
     )
     stall_check_time_seconds: float = _shared(
         60.0,
-        _duration,
         "report a tensor that some ranks have not submitted after this time (s)",
         ConfigEntry("stall_check.warning_time_seconds", "S"),
     )
     stall_shutdown_time_seconds: float = _shared(
         0.0,
-        _duration,
         "end the job after this time (s) with such a tensor; 0: never",
         ConfigEntry("stall_check.shutdown_time_seconds", "S"),
     )
     autotune: bool = _shared(
         False,
-        _bool,
         "search for the best fusion threshold, cycle time and chunk size",
         ConfigEntry("autotune.enabled"),
     )
     autotune_log: str = _own(
-        "", str, "CSV file in which rank 0 records the search", ConfigEntry("autotune.log_file", "FILE")
+        "", "CSV file in which rank 0 records the search", ConfigEntry("autotune.log_file", "FILE"), parse=str
     )
     autotune_warmup_samples: int = _own(
-        3, _count, "samples to discard before the search", ConfigEntry("autotune.warmup_samples", "N")
+        3, "samples to discard before the search", ConfigEntry("autotune.warmup_samples", "N")
     )
     autotune_steps_per_sample: int = _own(
         10,
-        _positive,
         "steps of the program that make a sample",
         ConfigEntry("autotune.steps_per_sample", "N"),
+        parse=_positive,
     )
     mpi_threads_disable: bool = _own(
         False,
-        _bool,
         "ask MPI for THREAD_SERIALIZED; the program itself must then not use MPI",
         ConfigEntry("library_options.mpi_threads_disable"),
     )
     fast_lane: bool = _shared(
-        True, _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
+        True, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
     links: bool = _shared(
-        True, _bool, "ranks on several hosts exchange data over connections of their own; off: through MPI"
+        True, "ranks on several hosts exchange data over connections of their own; off: through MPI"
     )
     link_interfaces: str = _shared(
-        "", _text, "interfaces, addresses or subnets (with commas) for links between hosts; empty: any"
+        "", "interfaces, addresses or subnets (with commas) for links between hosts; empty: any"
     )
     link_ports: str = _shared(
-        "", _ports, "the ports on which ranks listen while links are made, as 40000-40999; empty: any"
+        "", "the ports on which ranks listen while links are made, as 40000-40999; empty: any", parse=_ports
     )
     link_carrier: str = _shared(
         "auto",
-        _carrier,
         "tcp or mpi carries the data of links; auto: tcp, and with RDMA ports the faster one",
+        parse=_carrier,
     )
     timeline: str = _shared(
         "",
-        _text,
         "record to this file or directory from the start; DYNAMIC: from start_timeline() on",
         ConfigEntry("timeline.filename", "PATH"),
     )
     timeline_mark_cycles: bool = _shared(
-        False,
-        _bool,
-        "a timeline recorded from the start marks its cycles",
-        ConfigEntry("timeline.mark_cycles"),
+        False, "a timeline recorded from the start marks its cycles", ConfigEntry("timeline.mark_cycles")
     )
     check: str = _shared(
         "off",
-        _checks,
         "1 or results: compare the ranks' results; finite: warn of NaN and infinity; results,finite: both",
+        parse=_checks,
     )
     metrics_port: int | None = _own(
         None,
-        _port,
         "measure times, and serve metrics for Prometheus on this port + the local rank; 0: any free port;"
         " unset: no server",
         ConfigEntry("metrics.port", "PORT"),
+        parse=_port,
     )
     metrics_address: str = _own(
         "127.0.0.1",
-        str.strip,
         "the address to serve metrics on; 0.0.0.0: all",
         ConfigEntry("metrics.address", "ADDRESS"),
+        parse=str.strip,
     )
     log_level: str = _own(
         "warning",
-        _log_level,
         f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}",
         ConfigEntry("logging.level", "LEVEL"),
+        parse=_log_level,
     )
     log_hide_time: bool = _own(
-        False, _bool, "no clock in log lines", ConfigEntry("logging.with_timestamp", opposite=True)
+        False, "no clock in log lines", ConfigEntry("logging.with_timestamp", opposite=True)
     )
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the knobs that the environment or the caller has set; autotuning does not change them."""
@@ -421,8 +408,7 @@ class Config:
     def describe(cls) -> str:
         """Return the table of knobs: variable, default, meaning."""
         rows = [(f"PYHVD_{suffix_of(k)}", str(k.default), k.metadata["doc"]) for k in cls.knobs()]
-        wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
+        return "\n".join(align(rows, left=3))
 
 
 SHARED = tuple(knob.name for knob in Config.knobs() if knob.metadata["shared"])

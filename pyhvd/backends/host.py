@@ -184,11 +184,7 @@ class HostBackend:
             return
         counts = [n * item for n in rows_of(nbytes // item, size)]
         first = sum(counts[: self.rank])
-        mine = counts[self.rank]
-        box = self._buffer("box", mine * size)
-        self.fabric.alltoallv(send, counts, box, [mine] * size)
-        blocks = address(box) + mine * np.arange(size, dtype=np.int64)
-        self._sum(address(out) + first, blocks, mine // item, spec)
+        self._reduce_blocks(send, counts, out[first : first + counts[self.rank]], spec)
         self.fabric.allgatherv(out, counts)
 
     def _sum(self, out: int, blocks: Addresses, count: int, spec: ReduceSpec) -> None:
@@ -296,9 +292,7 @@ class HostBackend:
             buffer = self._buffers[use] = np.empty(max(nbytes, 4096), np.uint8)
         return buffer[:nbytes]
 
-    def _pieces(
-        self, tensors: Views, window: Window, item: int
-    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def _pieces(self, tensors: Views, window: Window, item: int) -> tuple[Addresses, Addresses]:
         """Return address, 0 if this rank has joined, and element count of each piece of a window."""
         bases = {i: view.ptr if (view := tensors[i]) is not None else 0 for i, _, _ in window}
         ptrs = np.array([base and base + k * item for i, k, _ in window for base in (bases[i],)], np.int64)

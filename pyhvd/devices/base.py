@@ -134,12 +134,11 @@ class Packer(Protocol):
         sources: Words,
         counts: Words,
         code: Code,
-        wire: Code,
         op: ReduceOp,
         factor: float,
         stream: Stream,
     ) -> None:
-        """Queue one kernel that copies tensors into a buffer, scaled and cast.
+        """Queue one kernel that copies tensors into a buffer, scaled.
 
         It may write zeros from the end of a tensor to the next multiple of 16 bytes.
 
@@ -154,13 +153,12 @@ class Packer(Protocol):
             identity element of ``op``.
         counts : numpy.ndarray of int64
             Elements of each.
-        code, wire : Code
-            Element type of the tensors, and in the buffer.
+        code : Code
+            Element type.
         op : ReduceOp
             Defines the identity element.
         factor : float
-            Multiplies each element before the cast, like the host kernels; 1.0 keeps its bits. The product
-            is rounded once, to ``wire``.
+            Multiplies each element, like the host kernels; 1.0 keeps its bits.
         stream : Stream
             The kernel's stream.
         """
@@ -171,12 +169,30 @@ class Packer(Protocol):
         offsets: Words,
         targets: Words,
         counts: Words,
-        wire: Code,
         code: Code,
         factor: float,
         stream: Stream,
     ) -> None:
         """Queue one kernel that does the reverse of :meth:`pack`; skip targets of address 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceContext:
+    """This rank's device and its streams.
+
+    Attributes
+    ----------
+    device : Device
+        The device of this rank.
+    stream : Stream
+        The communication stream.
+    packer : Packer or None
+        Packs many tensors by one kernel.
+    """
+
+    device: Device
+    stream: Stream
+    packer: Packer | None
 
 
 class ArrayLibrary(Protocol):

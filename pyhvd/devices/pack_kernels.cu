@@ -1,8 +1,8 @@
-/* Packs tensors into a fusion buffer, and takes them out again, in one launch; scales and casts on the way.
+/* Packs tensors into a fusion buffer, and takes them out again, in one launch; scales on the way.
  *
- * NVRTC compiles this file once for each pair of types: PYHVD_TENSOR and PYHVD_WIRE name the structs below that
- * are the types of the tensors and of the buffer. The file includes nothing, and uses only those words of CUDA
- * that every compiler of it defines. Tests define the words as macros, and compile the same loops for the CPU.
+ * NVRTC compiles this file once for each type: PYHVD_TYPE names the struct below that is the type of the tensors
+ * and of the buffer. The file includes nothing, and uses only those words of CUDA that every compiler of it
+ * defines. Tests define the words as macros, and compile the same loops for the CPU.
  *
  * A *vector* is 16 bytes of the buffer. Every tensor begins with a vector of its own, and every thread moves
  * whole vectors; zeros fill the gap behind a tensor's last element. A *tile* is the work of one block: EACH
@@ -10,7 +10,7 @@
  * tensor of a vector by a binary search among those; a tile within one large tensor needs no search.
  *
  * CuPy has NVRTC flush subnormal float32 to zero (-ftz=true), which changes every operator on float. Arithmetic
- * on float therefore goes through single(), real(), times() and plus() below.
+ * on float therefore goes through single(), times() and plus() below.
  */
 
 typedef unsigned long long u64;
@@ -38,12 +38,6 @@ __device__ static float single(double x)
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
     return y;
 }
-__device__ static double real(float x)
-{
-    double y;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
-    return y;
-}
 __device__ static float times(float x, float y)
 {
     float product;
@@ -58,13 +52,12 @@ __device__ static float plus(float x, float y)
 }
 #else
 static float single(double x) { return (float)x; }
-static double real(float x) { return x; }
 static float times(float x, float y) { return x * y; }
 static float plus(float x, float y) { return x + y; }
 #endif
 
-/* A number times a factor, rounded as the number is. NVRTC warns of a function that a pair of types does not call, but
- * not of a member. */
+/* A number times a factor, rounded as the number is. NVRTC warns of a function that a type does not call, but not of
+ * a member. */
 struct Scaled {
     __device__ static float of(float x, double factor) { return times(x, single(factor)); }
     __device__ static double of(double x, double factor) { return x * factor; }
@@ -101,26 +94,14 @@ struct FLOAT32 {
     typedef float Wide;
     __device__ static Wide widen(Item x) { return x; }
     __device__ static Item narrow(float x) { return x; }
-    __device__ static Item narrow(double x) { return single(x); }
 };
 
 struct FLOAT64 {
     typedef double Item;
     typedef double Wide;
     __device__ static Wide widen(Item x) { return x; }
-    __device__ static Item narrow(float x) { return real(x); }
     __device__ static Item narrow(double x) { return x; }
 };
-
-/* Round to odd on the way to 16 bits: the rounding that follows then sees on which side of a tie x lay. */
-__device__ static float round_to_odd(double x)
-{
-    Single near;
-    near.number = single(x);
-    const double back = real(near.number), size = x < 0 ? -x : x, back_size = back < 0 ? -back : back;
-    near.bits = (near.bits - (back_size > size ? 1u : 0u)) | (back != x ? 1u : 0u);
-    return near.number;
-}
 
 struct FLOAT16 {
     typedef unsigned short Item;
@@ -152,7 +133,6 @@ struct FLOAT16 {
         }
         return (Item)(sign | ((rest - (112u << 23) + 0xfffu + ((rest >> 13) & 1u)) >> 13));
     }
-    __device__ static Item narrow(double x) { return narrow(round_to_odd(x)); }
 };
 
 struct BFLOAT16 {
@@ -172,90 +152,34 @@ struct BFLOAT16 {
             return (Item)((x.bits >> 16) | 0x40u);
         return (Item)((x.bits + 0x7fffu + ((x.bits >> 16) & 1u)) >> 16);
     }
-    __device__ static Item narrow(double x) { return narrow(round_to_odd(x)); }
 };
 
 /* ---- Vectors --------------------------------------------------------------------------------------------- */
 
-typedef PYHVD_TENSOR Tensor;
-typedef PYHVD_WIRE Wire;
+typedef PYHVD_TYPE Type;
+typedef Type::Item Item;
 
-enum {
-    ITEMS = 16 / sizeof(Wire::Item),        /* elements per vector */
-    BYTES = ITEMS * sizeof(Tensor::Item),   /* that they take in a tensor */
-    WORD = BYTES < 16 ? BYTES : 16          /* moved at a time, on the tensor's side */
-};
+enum { ITEMS = 16 / sizeof(Item) }; /* elements per vector */
 
-static_assert(BYTES >= 4, "tensors of 1-byte elements do not go into a buffer of 8-byte elements");
-
-template <int BYTES_OF_WORD> struct Move;
-template <> struct Move<4> { typedef unsigned Word; };
-template <> struct Move<8> { typedef uint2 Word; };
-template <> struct Move<16> { typedef uint4 Word; };
-
-union OnWire {
+union Vector {
     uint4 word;
-    Wire::Item item[ITEMS];
-};
-
-union InTensor {
-    Move<WORD>::Word word[BYTES / WORD];
-    Tensor::Item item[ITEMS];
-};
-
-template <class From, class To> struct Convert {
-    __device__ static typename To::Item one(typename From::Item x, double factor)
-    {
-        const typename From::Wide wide = From::widen(x);
-        return To::narrow(factor == 1.0 ? wide : Scaled::of(wide, factor));
-    }
+    Item item[ITEMS];
 };
 
 /* Without a factor the bits move unchanged, also those of a NaN. */
-template <class Same> struct Convert<Same, Same> {
-    __device__ static typename Same::Item one(typename Same::Item x, double factor)
-    {
-        return factor == 1.0 ? x : Same::narrow(Scaled::of(Same::widen(x), factor));
-    }
-};
-
-__device__ static uint4 packed(const InTensor &from, double factor)
+__device__ static Item scaled(Item x, double factor)
 {
-    OnWire to;
+    return factor == 1.0 ? x : Type::narrow(Scaled::of(Type::widen(x), factor));
+}
+
+__device__ static uint4 all_scaled(uint4 word, double factor)
+{
+    Vector vector;
+    vector.word = word;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
-        to.item[i] = Convert<Tensor, Wire>::one(from.item[i], factor);
-    return to.word;
-}
-
-__device__ static InTensor unpacked(uint4 word, double factor)
-{
-    OnWire from;
-    from.word = word;
-    InTensor to;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        to.item[i] = Convert<Wire, Tensor>::one(from.item[i], factor);
-    return to;
-}
-
-/* Whole vectors of a tensor whose address is a multiple of WORD. */
-__device__ static InTensor load_whole(u64 address, long long vector)
-{
-    const Move<WORD>::Word *const words = (const Move<WORD>::Word *)(address + vector * BYTES);
-    InTensor into;
-#pragma unroll
-    for (int i = 0; i < BYTES / WORD; i++)
-        into.word[i] = words[i];
-    return into;
-}
-
-__device__ static void store_whole(u64 address, long long vector, const InTensor &from)
-{
-    Move<WORD>::Word *const words = (Move<WORD>::Word *)(address + vector * BYTES);
-#pragma unroll
-    for (int i = 0; i < BYTES / WORD; i++)
-        words[i] = from.word[i];
+        vector.item[i] = scaled(vector.item[i], factor);
+    return vector.word;
 }
 
 /* ---- Which vector is whose ------------------------------------------------------------------------------- */
@@ -273,10 +197,10 @@ __device__ static int find(const Entry *entries, int low, int high, long long ve
     return low;
 }
 
-/* Whether vectors up to this one, counted from the tensor's first, are whole, and can be moved by words. */
+/* Whether vectors up to this one, counted from the tensor's first, are whole and aligned. */
 __device__ static bool is_plain(const Entry &entry, long long last)
 {
-    return entry.address != 0 && entry.address % WORD == 0 && (last + 1) * ITEMS <= entry.count;
+    return entry.address != 0 && entry.address % 16 == 0 && (last + 1) * ITEMS <= entry.count;
 }
 
 /* ---- One vector, wherever it lies ------------------------------------------------------------------------ */
@@ -286,14 +210,14 @@ __device__ static uint4 gather(const Entry &entry, long long vector, const uint4
     if (entry.address == 0)
         return neutral;
     if (is_plain(entry, vector))
-        return packed(load_whole(entry.address, vector), factor);
-    OnWire to;
+        return all_scaled(((const uint4 *)entry.address)[vector], factor);
+    Vector to;
     to.word.x = to.word.y = to.word.z = to.word.w = 0;
-    const Tensor::Item *const items = (const Tensor::Item *)entry.address;
+    const Item *const items = (const Item *)entry.address;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
         if (vector * ITEMS + i < entry.count)
-            to.item[i] = Convert<Tensor, Wire>::one(items[vector * ITEMS + i], factor);
+            to.item[i] = scaled(items[vector * ITEMS + i], factor);
     return to.word;
 }
 
@@ -301,12 +225,13 @@ __device__ static void scatter(const Entry &entry, long long vector, uint4 word,
 {
     if (entry.address == 0)
         return;
-    const InTensor from = unpacked(word, factor);
+    Vector from;
+    from.word = all_scaled(word, factor);
     if (is_plain(entry, vector)) {
-        store_whole(entry.address, vector, from);
+        ((uint4 *)entry.address)[vector] = from.word;
         return;
     }
-    Tensor::Item *const items = (Tensor::Item *)entry.address;
+    Item *const items = (Item *)entry.address;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
         if (vector * ITEMS + i < entry.count)
@@ -325,13 +250,14 @@ __device__ static void pack(uint4 *buffer, const Entry *entries, const int *firs
     const int low = firsts[blockIdx.x], high = firsts[blockIdx.x + 1];
     const Entry only = entries[low];
     if (low == high && is_plain(only, end - 1 - only.first)) {
-        InTensor loaded[EACH];
+        const uint4 *const tensor = (const uint4 *)only.address - only.first;
+        uint4 loaded[EACH];
 #pragma unroll
         for (int k = 0; k < EACH; k++)
-            loaded[k] = load_whole(only.address, start + k * THREADS + threadIdx.x - only.first);
+            loaded[k] = tensor[start + k * THREADS + threadIdx.x];
 #pragma unroll
         for (int k = 0; k < EACH; k++)
-            buffer[start + k * THREADS + threadIdx.x] = packed(loaded[k], factor);
+            buffer[start + k * THREADS + threadIdx.x] = all_scaled(loaded[k], factor);
         return;
     }
     for (long long at = start + threadIdx.x; at < end && at < vectors; at += THREADS) {
@@ -348,13 +274,14 @@ __device__ static void unpack(const uint4 *buffer, const Entry *entries, const i
     const int low = firsts[blockIdx.x], high = firsts[blockIdx.x + 1];
     const Entry only = entries[low];
     if (low == high && is_plain(only, end - 1 - only.first)) {
+        uint4 *const tensor = (uint4 *)only.address - only.first;
         uint4 loaded[EACH];
 #pragma unroll
         for (int k = 0; k < EACH; k++)
             loaded[k] = buffer[start + k * THREADS + threadIdx.x];
 #pragma unroll
         for (int k = 0; k < EACH; k++)
-            store_whole(only.address, start + k * THREADS + threadIdx.x - only.first, unpacked(loaded[k], factor));
+            tensor[start + k * THREADS + threadIdx.x] = all_scaled(loaded[k], factor);
         return;
     }
     for (long long at = start + threadIdx.x; at < end && at < vectors; at += THREADS) {

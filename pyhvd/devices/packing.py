@@ -22,10 +22,9 @@ Argument = np.uint64 | np.int64 | np.float64
 Launch = Callable[[str, int, tuple[Argument, ...], Stream], None]
 """``launch(name, blocks, arguments, stream)`` queues a kernel, with :data:`pack_plan.THREADS` per block."""
 
-Compile = Callable[[str, str], Launch]
-"""``compile(tensor, wire)`` returns the kernels of a pair of types, with the names of ``pack_kernels.cu``."""
+Compile = Callable[[str], Launch]
+"""``compile(type)`` returns the kernels of a type, by its name in ``pack_kernels.cu``."""
 
-_FLOATS = (Code.FLOAT16, Code.BFLOAT16, Code.FLOAT32, Code.FLOAT64)
 _REAL = {Code.COMPLEX64: Code.FLOAT32, Code.COMPLEX128: Code.FLOAT64}
 _WORDS = {1: "UINT8", 2: "UINT16", 4: "UINT32", 8: "UINT64"}
 
@@ -47,7 +46,7 @@ class _Table(NamedTuple):
 class KernelPacker:
     """Packs and unpacks by kernels; see :class:`pyhvd.devices.base.Packer`. Not thread-safe.
 
-    ``compiler`` makes the kernels of a pair of types when they are first needed, with ``device`` as the
+    ``compiler`` makes the kernels of a type when they are first needed, with ``device`` as the
     current one.
     """
 
@@ -63,14 +62,13 @@ class KernelPacker:
         sources: Words,
         counts: Words,
         code: Code,
-        wire: Code,
         op: ReduceOp,
         factor: float,
         stream: Stream,
     ) -> None:
-        low, high = _identity(wire, op) if not sources.all() else (np.uint64(0), np.uint64(0))
-        names, tiles = kernel_types(code, wire, factor), _tiles(offsets, sources, counts, wire)
-        self._launch("pack", names, buffer, tiles, (low, high, np.float64(factor)), stream)
+        low, high = _identity(code, op) if not sources.all() else (np.uint64(0), np.uint64(0))
+        name, tiles = kernel_type(code, factor), _tiles(offsets, sources, counts, code)
+        self._launch("pack", name, buffer, tiles, (low, high, np.float64(factor)), stream)
 
     def unpack(
         self,
@@ -78,29 +76,28 @@ class KernelPacker:
         offsets: Words,
         targets: Words,
         counts: Words,
-        wire: Code,
         code: Code,
         factor: float,
         stream: Stream,
     ) -> None:
-        names, tiles = kernel_types(code, wire, factor), _tiles(offsets, targets, counts, wire)
-        self._launch("unpack", names, buffer, tiles, (np.float64(factor),), stream)
+        name, tiles = kernel_type(code, factor), _tiles(offsets, targets, counts, code)
+        self._launch("unpack", name, buffer, tiles, (np.float64(factor),), stream)
 
     def _launch(
         self,
         verb: str,
-        names: tuple[str, str],
+        name: str,
         buffer: int,
         tiles: Tiles,
         last: tuple[Argument, ...],
         stream: Stream,
     ) -> None:
-        """Launch a kernel for types of these names; its last arguments are `last`."""
+        """Launch a kernel for the type of this name; its last arguments are `last`."""
         if not tiles.blocks:
             return
         device = self._device
         with device.acting():
-            launch = self._compile(*names)
+            launch = self._compile(name)
             table = self._table(len(tiles.table), stream)
             table.pinned[: len(tiles.table)] = tiles.table
             device.copy(table.on_device.ptr, address(table.pinned), len(tiles.table), stream)
@@ -127,25 +124,19 @@ class KernelPacker:
         return tables[-1]
 
 
-def _tiles(offsets: Words, addresses: Words, counts: Words, wire: Code) -> Tiles:
-    parts = 2 if wire in _REAL else 1  # complex numbers are pairs of reals
-    return make_tiles(offsets * parts, addresses, counts * parts, BY_CODE[wire].itemsize // parts)
+def _tiles(offsets: Words, addresses: Words, counts: Words, code: Code) -> Tiles:
+    parts = 2 if code in _REAL else 1  # complex numbers are pairs of reals
+    return make_tiles(offsets * parts, addresses, counts * parts, BY_CODE[code].itemsize // parts)
 
 
-def kernel_types(code: Code, wire: Code, factor: float) -> tuple[str, str]:
-    """Return the types of tensors and buffer by their names in ``pack_kernels.cu``.
-
-    Raises ValueError if no kernel casts or scales these types.
-    """
+def kernel_type(code: Code, factor: float) -> str:
+    """Return the type of a kernel by its name in ``pack_kernels.cu``; ValueError if none scales this type."""
     info = BY_CODE[code]
-    if code == wire and factor == 1.0:  # bits move unchanged
-        word = _WORDS[info.itemsize // (2 if code in _REAL else 1)]
-        return word, word
-    if code != wire and not (code in _FLOATS and wire in _FLOATS):
-        raise ValueError(f"no kernel casts {info.name} to {BY_CODE[wire].name}: only floats are cast")
+    if factor == 1.0:  # bits move unchanged
+        return _WORDS[info.itemsize // (2 if code in _REAL else 1)]
     if not info.scalable:
         raise ValueError(f"{info.name} cannot be multiplied by {factor}")
-    return _REAL.get(code, code).name, _REAL.get(wire, wire).name
+    return _REAL.get(code, code).name
 
 
 @functools.cache

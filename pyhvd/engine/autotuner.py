@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
+import msgspec
+
 from pyhvd.config import Config
 from pyhvd.engine.autotune_search import Search
 from pyhvd.errors import ConfigError
@@ -33,23 +35,13 @@ BATCHES_PER_STEP = 1000
 SHORTEST_SAMPLE = 0.02
 """Shortest duration (s) of a sample."""
 
-COLUMNS = (
-    "time_s",
-    "sample",
-    "state",
-    "fusion_threshold",
-    "cycle_time_ms",
-    "chunk_size",
-    "staging_size",
-    "bytes",
-    "seconds",
-    "bytes_per_s",
-)
+_KNOBS = Tuning.__struct_fields__
+COLUMNS = ("time_s", "sample", "state", *_KNOBS, "bytes", "seconds", "bytes_per_s")
 
 
 def tuning_of(config: Config) -> Tuning:
     """Return the knobs of the start."""
-    return Tuning(config.fusion_threshold, config.cycle_time_ms, config.chunk_size, config.staging_size)
+    return Tuning(*(getattr(config, knob) for knob in _KNOBS))
 
 
 class SampleLog:
@@ -96,9 +88,8 @@ class SampleLog:
 
     def _line(self, state: str, tuning: Tuning, measured: Sequence[object]) -> None:
         now = f"{time.monotonic() - self._began:.3f}"
-        knobs = (tuning.fusion_threshold, tuning.cycle_time_ms, tuning.chunk_size, tuning.staging_size)
         try:
-            self._write((now, self._samples, state, *knobs, *measured))
+            self._write((now, self._samples, state, *msgspec.structs.astuple(tuning), *measured))
         except OSError as exc:  # a full disk does not end the job
             _log.error("PYHVD_AUTOTUNE_LOG=%r ends here: %s", self._path, exc.strerror)
             self.close()
@@ -192,15 +183,9 @@ class Tuner:
     def _conclude(self) -> None:
         kept = self._search.current
         how = f"{self._search.gain:.1%} faster than" if self._search.gain else "nothing beats"
-        _log.info(
-            "autotune: %s the defaults: PYHVD_FUSION_THRESHOLD=%d PYHVD_CYCLE_TIME=%g PYHVD_CHUNK_SIZE=%d"
-            " PYHVD_STAGING_SIZE=%d",
-            how,
-            kept.fusion_threshold,
-            kept.cycle_time_ms,
-            kept.chunk_size,
-            kept.staging_size,
-        )
+        knobs = msgspec.structs.asdict(kept).items()
+        texts = [f"PYHVD_{knob.removesuffix('_ms').upper()}={value:.12g}" for knob, value in knobs]
+        _log.info("autotune: %s the defaults: %s", how, " ".join(texts))
         if self._log is not None:
             self._log.kept(kept)
 
@@ -220,7 +205,7 @@ def make_tuner(config: Config, size: int, log: SampleLog | None, *, windowed: bo
         The tuner closes it; without a tuner this function does.
     """
     elsewhere = "staging_size" if windowed else "chunk_size"
-    free = [knob for knob in Tuning.__struct_fields__ if knob not in config.given and knob != elsewhere]
+    free = [knob for knob in _KNOBS if knob not in config.given and knob != elsewhere]
     search = Search(tuning_of(config), free, config.autotune_warmup_samples)
     if size > 1 and not search.done:
         return Tuner(search, config.autotune_steps_per_sample, Sampler(), log)

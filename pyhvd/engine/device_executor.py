@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,7 @@ from pyhvd.arrays import TensorView, address, flat_bytes
 from pyhvd.backends.gpu.select import open_backend
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
-from pyhvd.common.processes import ProcessPlace
-from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
+from pyhvd.devices.base import Device, DeviceBackend, DeviceContext, DeviceView, Memory, Span, Stream
 from pyhvd.devices.host_device import HostDevice
 from pyhvd.devices.pending import KeepAlive, PendingArray
 from pyhvd.devices.streams import mark_ready
@@ -33,6 +32,7 @@ from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.engine.output_allocation import Entries, Shape, allocate
 from pyhvd.errors import InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
+from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
 from pyhvd.queue import TensorEntry
 
@@ -44,34 +44,14 @@ ABORT_SECONDS = 10.0
 """Seconds that a device may take to end aborted work."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceContext:
-    """This rank's device and its streams.
-
-    Attributes
-    ----------
-    device : Device
-        The device of this rank.
-    stream : Stream
-        The communication stream.
-    packer : Packer or None
-        Packs many tensors by one kernel.
-    """
-
-    device: Device
-    stream: Stream
-    packer: Packer | None
-
-
+@dataclass(eq=False)
 class DeviceExecutor:
     """Runs responses of device tensors on one rank.
 
     Parameters
     ----------
-    rank : int
-        This rank's global number.
-    places : sequence of ProcessPlace
-        Location of every rank.
+    where : RankLocations
+        Where this rank and the others are.
     backends : mapping of int to HostBackend
         Host backends by process set; the executor updates the mapping.
     sets : mapping of int to tuple of int
@@ -84,22 +64,14 @@ class DeviceExecutor:
         Whether results are checked; the checks run on the host.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        places: Sequence[ProcessPlace],
-        backends: Mapping[int, HostBackend],
-        sets: Mapping[int, tuple[int, ...]],
-        hooks: Instruments,
-        on_host: Callable[[list[Response], Entries], None],
-        *,
-        checked: bool,
-    ) -> None:
-        self._rank, self._places = rank, places
-        self._hosts, self._sets = backends, sets
-        self._hooks = hooks
-        self._on_host = on_host
-        self._checked = checked
+    where: RankLocations
+    backends: Mapping[int, HostBackend]
+    sets: Mapping[int, tuple[int, ...]]
+    hooks: Instruments
+    on_host: Callable[[list[Response], Entries], None]
+    checked: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
         self._device_context: DeviceContext | None = None
         self._opened: dict[int, DeviceBackend] = {}
         self._keep_alive = KeepAlive()
@@ -121,10 +93,10 @@ class DeviceExecutor:
         with context.device.acting():
             _await_all(context, _distinct(entries))
             carry_out = self._run.get(batch[0].request.type)
-            if carry_out is None or self._checked:
-                self._by_host(context, batch, entries)
+            if carry_out is None or self.checked:
+                self._by_host(batch, entries)
             else:
-                carry_out(self._backend(batch[0].process_set, context), batch, entries)
+                carry_out(self._backend(batch[0].process_set), batch, entries)
 
     def look(self, now: float) -> float | None:
         """Release memory that the device no longer uses; return the time (monotonic s) of the next check.
@@ -178,56 +150,47 @@ class DeviceExecutor:
         if self._device_context is not None and not isinstance(self._device_context.device, HostDevice):
             before, now = self._device_context.device.name, device.name if device else ""
             raise TransportError(
-                f"rank {self._rank} had joined, and taken part with {before}, before it submitted an array on"
-                f" {now}: let each rank use the device of its local rank, or submit an array before it joins"
+                f"rank {self.where.rank} had joined, and taken part with {before}, before it submitted"
+                f" an array on {now}: let each rank use the device of its local rank, or submit an array"
+                " before it joins"
             )
         chosen = device or self._own_device()
         self._device_context = DeviceContext(chosen, chosen.make_stream(), chosen.packer())
         for set_id, backend in list(self._opened.items()):
             if isinstance(backend, StagedBackend):
-                self._opened[set_id] = self._stage(set_id, self._device_context)
+                self._opened[set_id] = StagedBackend(self.backends[set_id], self._device_context)
         return self._device_context
 
     def _own_device(self) -> Device:
         """Return the device with this rank's local number; host memory if there is none."""
-        here = self._places[self._rank]
-        neighbours = [
-            r for r, place in enumerate(self._places) if (place.host, place.node) == (here.host, here.node)
-        ]
+        rank, places = self.where.rank, self.where.places
+        here = places[rank].host, places[rank].node
+        neighbours = [r for r, place in enumerate(places) if (place.host, place.node) == here]
         try:
             from pyhvd.devices.cupy_device import count_devices, cuda_device
         except ImportError:
             return HostDevice()
         count = count_devices()
-        return cuda_device(neighbours.index(self._rank) % count) if count else HostDevice()
+        return cuda_device(neighbours.index(rank) % count) if count else HostDevice()
 
-    def _backend(self, set_id: int, context: DeviceContext) -> DeviceBackend:
+    def _backend(self, set_id: int) -> DeviceBackend:
         if set_id not in self._opened:
-            self._opened[set_id] = self._open(set_id, context)
+            self._opened[set_id] = open_backend(self.backends[set_id], self._here, self.sets[set_id])
         return self._opened[set_id]
-
-    def _open(self, set_id: int, context: DeviceContext) -> DeviceBackend:
-        """Open a set's backend for device arrays; collective over the set."""
-        return open_backend(
-            self._hosts[set_id], context.device, context.stream, context.packer, self._sets[set_id]
-        )
-
-    def _stage(self, set_id: int, context: DeviceContext) -> DeviceBackend:
-        return StagedBackend(self._hosts[set_id], context.device, context.stream, context.packer)
 
     # -- the verbs -----------------------------------------------------------------------------------
 
     def _allreduce(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
         spec = batch[0].request.reduce_spec(backend.size)
         counts = [math.prod(r.request.shape) for r in batch]
-        with self._hooks.phase(f"{backend.name}_ALLREDUCE"):
+        with self.hooks.phase(f"{backend.name}_ALLREDUCE"):
             backend.allreduce(_sources(entries), _targets(entries), counts, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _reducescatter(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
         spec = batch[0].request.reduce_spec(backend.size)
         shapes = [r.request.shape for r in batch]
-        with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
+        with self.hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
@@ -239,14 +202,14 @@ class DeviceExecutor:
         item = BY_CODE[batch[0].request.dtype].itemsize
         row_bytes = [math.prod(shape[1:]) * item for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
-        with self._hooks.phase(f"{backend.name}_ALLGATHER"):
+        with self.hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [_span(output) for output in outputs], counts)
         self._deliver(backend.stream, entries, outputs, [response.dims for response in batch])
 
     def _broadcast(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
         (response,), (entry,) = batch, entries
         request = response.request
-        root = self._sets[response.process_set].index(request.root)
+        root = self.sets[response.process_set].index(request.root)
         source, target = _sources(entries)[0], _targets(entries)[0]
         output: DeviceView | Memory | None = target
         if output is None:
@@ -254,7 +217,7 @@ class DeviceExecutor:
             output = self._here.device.allocate(nbytes, backend.stream)
         if backend.rank == root and source is not None and target is not None and source is not target:
             self._here.device.copy(target.ptr, source.ptr, source.nbytes, backend.stream)
-        with self._hooks.phase(f"{backend.name}_BCAST"):
+        with self.hooks.phase(f"{backend.name}_BCAST"):
             backend.broadcast(_span(output), root)
         self._deliver(backend.stream, [entry], [output])
 
@@ -263,14 +226,14 @@ class DeviceExecutor:
         source = _sources(entries)[0]
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
-        with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
-            received = self._hosts[response.process_set].exchange_counts(entry.splits)
+        with self.hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
+            received = self.backends[response.process_set].exchange_counts(entry.splits)
         outputs = self._allocate(batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
         row = math.prod(source.shape[1:]) * source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
-        with self._hooks.phase(f"{backend.name}_ALLTOALL"):
+        with self.hooks.phase(f"{backend.name}_ALLTOALL"):
             backend.alltoall(source.span, counts[0], _span(outputs[0]), counts[1])
         few = max(received) <= np.iinfo(np.int32).max
         splits = np.array(received, np.int32 if few else np.int64)
@@ -278,27 +241,25 @@ class DeviceExecutor:
 
     # -- through host memory ------------------------------------------------------------------------------
 
-    def _by_host(self, context: DeviceContext, batch: list[Response], entries: Entries) -> None:
+    def _by_host(self, batch: list[Response], entries: Entries) -> None:
         """Run a batch on host arrays, tensor by tensor, and copy the results to the device."""
-        device, stream = context.device, context.stream
-        mirrored = [self._mirror(context, entry) if entry is not None else None for entry in entries]
+        device, stream = self._here.device, self._here.stream
+        mirrored = [self._mirror(entry) if entry is not None else None for entry in entries]
         device.synchronize(device.mark(stream))
-        self._on_host(batch, mirrored)
+        self.on_host(batch, mirrored)
 
-    def _mirror(self, context: DeviceContext, entry: TensorEntry) -> TensorEntry:
+    def _mirror(self, entry: TensorEntry) -> TensorEntry:
         """Return an entry of the same tensor in host memory; the copy from the device is queued."""
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
-        given = _host_view(context.device, source)
-        context.device.copy(given.ptr, source.ptr, source.nbytes, context.stream)
-        result = given if target is source else None if target is None else _host_view(context.device, target)
-        return msgspec.structs.replace(
-            entry, source=given, target=result, done=partial(self._send_up, context, entry)
-        )
+        device = self._here.device
+        given = _host_view(device, source)
+        device.copy(given.ptr, source.ptr, source.nbytes, self._here.stream)
+        result = given if target is source else None if target is None else _host_view(device, target)
+        done = partial(self._send_up, entry)
+        return msgspec.structs.replace(entry, source=given, target=result, done=done)
 
-    def _send_up(
-        self, context: DeviceContext, entry: TensorEntry, result: Any, error: BaseException | None
-    ) -> None:
+    def _send_up(self, entry: TensorEntry, result: Any, error: BaseException | None) -> None:
         """Complete an entry with a result in host memory."""
         if error is not None:
             entry.done(None, error)
@@ -307,7 +268,7 @@ class DeviceExecutor:
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
         target = target if target is not None else source.empty_like(array.shape)
-        device, stream = context.device, context.stream
+        device, stream = self._here.device, self._here.stream
         if target is not entry.target:
             mark_ready([target])
         device.wait(stream, target.ready)
@@ -338,8 +299,8 @@ class DeviceExecutor:
             nbytes = math.prod(shape) * BY_CODE[response.request.dtype].itemsize
             return context.device.allocate(nbytes, context.stream)
 
-        with self._hooks.phase("ALLOCATE_OUTPUT"):
-            outputs = allocate(self._hosts[set_id], batch, entries, shapes, make, self._sets[set_id])
+        with self.hooks.phase("ALLOCATE_OUTPUT"):
+            outputs = allocate(self.backends[set_id], batch, entries, shapes, make, self.sets[set_id])
         views = [output for output in outputs or () if isinstance(output, DeviceView)]
         mark_ready(views)
         _await_all(context, views)

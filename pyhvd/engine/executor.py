@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 Views = Sequence[TensorView | None]
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs responses on one rank.
 
@@ -64,43 +66,29 @@ class Executor:
         Says whether results are checked.
     """
 
-    def __init__(
-        self,
-        where: RankLocations,
-        queue: TensorQueue,
-        backends: dict[int, HostBackend],
-        sets: dict[int, tuple[int, ...]],
-        make_backend: Callable[[Fabric, tuple[int, ...]], HostBackend],
-        meter: Meter,
-        fast_path: FastPathAdapter | None,
-        hooks: Instruments,
-        config: Config,
-    ) -> None:
-        self._hooks = hooks
-        self._checker = make_checker(config)
-        self._rank, self._places = where.rank, where.places
-        self._meter = meter
-        self._queue = queue
-        self._backends = backends
-        self._sets = sets
-        self._make_backend = make_backend
-        self._fast_path = fast_path
+    where: RankLocations
+    queue: TensorQueue
+    backends: dict[int, HostBackend]
+    sets: dict[int, tuple[int, ...]]
+    make_backend: Callable[[Fabric, tuple[int, ...]], HostBackend]
+    meter: Meter
+    fast_path: FastPathAdapter | None
+    hooks: Instruments
+    config: Config
+
+    def __post_init__(self) -> None:
+        self._checker = make_checker(self.config)
         self._pieces: Pieces | None = None
         # For the watchdog: the entries of the running batch, and the number of ended batches.
         self.running: Entries = []
         self.ended = 0
+        checked = self._checker is not None
         self._devices = DeviceExecutor(
-            where.rank,
-            where.places,
-            backends,
-            sets,
-            hooks,
-            self._run_on_host,
-            checked=self._checker is not None,
+            self.where, self.backends, self.sets, self.hooks, self._run_on_host, checked=checked
         )
-        for set_id, backend in backends.items():
-            if fast_path is not None:
-                fast_path.open_set(set_id, backend)
+        for set_id, backend in self.backends.items():
+            if self.fast_path is not None:
+                self.fast_path.open_set(set_id, backend)
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.ADASUM: self._adasum,
@@ -117,27 +105,27 @@ class Executor:
     @property
     def fabric(self) -> Fabric:
         """The fabric of all ranks."""
-        return self._backends[GLOBAL_SET].fabric
+        return self.backends[GLOBAL_SET].fabric
 
     def run(self, batch: list[Response]) -> None:
         """Run one batch of fused responses, and complete their entries."""
-        if self._hooks.active and batch[0].error is None:
-            self._hooks.batch_started(batch)
+        if self.hooks.active and batch[0].error is None:
+            self.hooks.batch_started(batch)
             self._carry_out(batch)
-            self._hooks.batch_ended(batch)
+            self.hooks.batch_ended(batch)
         else:
             self._carry_out(batch)
 
     def _carry_out(self, batch: list[Response]) -> None:
         first = batch[0]
-        entries = [self._queue.pop(r.process_set, r.request.name) for r in batch]
-        ready = self._meter.clock() if any(entry is not None for entry in entries) else 0
+        entries = [self.queue.pop(r.process_set, r.request.name) for r in batch]
+        ready = self.meter.clock() if any(entry is not None for entry in entries) else 0
         if first.error is not None:
             if entries[0] is None:
                 raise InternalError(
                     f"an error arrived for {first.request.name!r}, which is not in flight here"
                 )
-            entries[0].done(None, exception_of(first.error, first.request.name, self._places))
+            entries[0].done(None, exception_of(first.error, first.request.name, self.where.places))
             return
         self._count(first, [entry for entry in entries if entry is not None], ready)
         self.running = entries
@@ -146,7 +134,7 @@ class Executor:
                 self._run_on_host(batch, entries)
             else:
                 self._devices.run(batch, entries)
-            self._meter.carried_out(ready)
+            self.meter.carried_out(ready)
         except BaseException as exc:
             # The entries have left the queue, so only this method can still complete them.
             for entry in entries:
@@ -163,7 +151,7 @@ class Executor:
     def look(self, now: float) -> float | None:
         """Do due work of the hooks and devices; return when (monotonic s) to call again, None for never."""
         times = [
-            self._hooks.look(now) if self._hooks.active else None,
+            self.hooks.look(now) if self.hooks.active else None,
             self._devices.look(now) if self._devices.busy else None,
         ]
         return min((time for time in times if time is not None), default=None)
@@ -171,16 +159,16 @@ class Executor:
     def resize(self, pieces: Pieces) -> None:
         """Use other piece sizes from now on, in every set."""
         self._pieces = pieces
-        for backend in self._backends.values():
+        for backend in self.backends.values():
             backend.resize(pieces)
 
     def _count(self, first: Response, entries: Sequence[TensorEntry], ready: int) -> None:
         if not entries:
             return  # this rank has joined, and has no tensor of its own to count
-        lane = WINDOW if isinstance(self._backends[first.process_set], ShmBackend) else MPI
+        lane = WINDOW if isinstance(self.backends[first.process_set], ShmBackend) else MPI
         sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
         told = [entry.announced_ns for entry in entries]
-        self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
+        self.meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
     def abort(self, info: ErrorInfo) -> None:
         """Abort the collectives of every set, so that no rank and no device waits for this rank.
@@ -190,7 +178,7 @@ class Executor:
         note = note_of(info)
         with contextlib.ExitStack() as aborts:
             aborts.callback(self._devices.abort, info.message)
-            for backend in reversed(list(self._backends.values())):  # another thread may add a set
+            for backend in reversed(list(self.backends.values())):  # another thread may add a set
                 aborts.callback(backend.abort, note)
 
     def close(self, stop: ErrorInfo) -> None:
@@ -201,13 +189,13 @@ class Executor:
         if stop.kind != ErrorKind.SHUT_DOWN:
             self._devices.abort(stop.message)
         self._devices.close()
-        for set_id in sorted(self._backends):
-            self._backends.pop(set_id).close()
+        for set_id in sorted(self.backends):
+            self.backends.pop(set_id).close()
 
     # -- reductions ----------------------------------------------------------------------------------
 
     def _allreduce(self, batch: list[Response], entries: Entries) -> None:
-        backend = self._backends[batch[0].process_set]
+        backend = self.backends[batch[0].process_set]
         self._look_at_inputs(batch, entries)
         self._reduce(backend, batch, _sources(entries), _targets(entries))
         self._deliver_targets(batch, entries)
@@ -218,20 +206,20 @@ class Executor:
         backend.allreduce(sources, targets, counts, batch[0].request.reduce_spec(backend.size))
 
     def _adasum(self, batch: list[Response], entries: Entries) -> None:
-        backend = self._backends[batch[0].process_set]
+        backend = self.backends[batch[0].process_set]
         counts = [math.prod(r.request.shape) for r in batch]
         spec = batch[0].request.reduce_spec(backend.size)
         self._look_at_inputs(batch, entries)
-        with self._hooks.phase(f"{backend.name}_ADASUM"):
+        with self.hooks.phase(f"{backend.name}_ADASUM"):
             backend.adasum(_sources(entries), _targets(entries), counts, spec)
         self._deliver_targets(batch, entries)
 
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
-        backend = self._backends[batch[0].process_set]
+        backend = self.backends[batch[0].process_set]
         shapes = [r.request.shape for r in batch]
         spec = batch[0].request.reduce_spec(backend.size)
         self._look_at_inputs(batch, entries)
-        with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
+        with self.hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
         whole: list[Bytes | None] | None = None
         if self._checker is not None and self._checker.results:
@@ -246,7 +234,7 @@ class Executor:
     # -- outputs whose size comes with the response ----------------------------------------------------
 
     def _allgather(self, batch: list[Response], entries: Entries) -> None:
-        backend = self._backends[batch[0].process_set]
+        backend = self.backends[batch[0].process_set]
         shapes = [(sum(r.dims), *r.request.shape[1:]) for r in batch]
         outputs = self._allocate(backend, batch, entries, shapes)
         if outputs is None:
@@ -254,7 +242,7 @@ class Executor:
         info = BY_CODE[batch[0].request.dtype]
         row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
-        with self._hooks.phase(f"{backend.name}_ALLGATHER"):
+        with self.hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [out.bytes for out in outputs], counts)
         errors = self._compare(batch, [out.bytes for out in outputs])
         for response, entry, output, error in zip(batch, entries, outputs, errors, strict=True):
@@ -263,22 +251,22 @@ class Executor:
 
     def _alltoall(self, batch: list[Response], entries: Entries) -> None:
         (response,), (entry,) = batch, entries
-        backend = self._backends[response.process_set]
+        backend = self.backends[response.process_set]
         source = _sources(entries)[0]
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
-        with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
+        with self.hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
             received = backend.exchange_counts(entry.splits)
         outputs = self._allocate(backend, batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
         row = math.prod(source.shape[1:]) * source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
-        with self._hooks.phase(f"{backend.name}_ALLTOALL"):
+        with self.hooks.phase(f"{backend.name}_ALLTOALL"):
             backend.alltoall(source.bytes, counts[0], outputs[0].bytes, counts[1])
         if self._checker is not None and self._checker.results:
             sent, arrived = _blocks(source.bytes, counts[0]), _blocks(outputs[0].bytes, counts[1])
-            members = self._sets[response.process_set]
+            members = self.sets[response.process_set]
             if error := self._checker.compare_blocks(response, sent, arrived, backend, members):
                 entry.done(None, error)
                 return
@@ -294,16 +282,16 @@ class Executor:
             info = BY_CODE[response.request.dtype]  # this rank has joined, and drops the output
             return TensorView(np.empty(shape, np.dtype((np.void, info.itemsize))), info)
 
-        with self._hooks.phase("ALLOCATE_OUTPUT"):
-            return allocate(backend, batch, entries, shapes, make, self._sets[batch[0].process_set])
+        with self.hooks.phase("ALLOCATE_OUTPUT"):
+            return allocate(backend, batch, entries, shapes, make, self.sets[batch[0].process_set])
 
     # -- broadcast -------------------------------------------------------------------------------------
 
     def _broadcast(self, batch: list[Response], entries: Entries) -> None:
         (response,) = batch
         request = response.request
-        root = self._sets[response.process_set].index(request.root)
-        backend = self._backends[response.process_set]
+        root = self.sets[response.process_set].index(request.root)
+        backend = self.backends[response.process_set]
         source, target = _sources(entries)[0], _targets(entries)[0]
         if source is None or target is None:
             nbytes = math.prod(request.shape) * BY_CODE[request.dtype].itemsize
@@ -312,7 +300,7 @@ class Executor:
             return
         if backend.rank == root and source is not target:
             target.bytes[:] = source.bytes
-        with self._hooks.phase(f"{backend.name}_BCAST"):
+        with self.hooks.phase(f"{backend.name}_BCAST"):
             backend.broadcast(target.bytes, root)
         self._deliver_targets(batch, entries)
 
@@ -321,8 +309,8 @@ class Executor:
     def _look_at_inputs(self, batch: list[Response], entries: Entries) -> None:
         if self._checker is not None:
             set_id = batch[0].process_set
-            fabric = self._backends[set_id].fabric
-            self._checker.look_at_inputs(batch, _sources(entries), fabric, self._sets[set_id])
+            fabric = self.backends[set_id].fabric
+            self._checker.look_at_inputs(batch, _sources(entries), fabric, self.sets[set_id])
 
     def _compare(
         self, batch: list[Response], results: Sequence[Bytes | None]
@@ -330,7 +318,7 @@ class Executor:
         if self._checker is None or not self._checker.results:
             return [None] * len(batch)
         set_id = batch[0].process_set
-        return self._checker.compare(batch, results, self._backends[set_id].fabric, self._sets[set_id])
+        return self._checker.compare(batch, results, self.backends[set_id].fabric, self.sets[set_id])
 
     def _deliver_targets(
         self, batch: list[Response], entries: Entries, results: Sequence[Bytes | None] | None = None
@@ -342,7 +330,7 @@ class Executor:
         errors: Sequence[CorruptionError | None] = [None] * len(batch)
         targets = _targets(entries)
         if self._checker is not None:
-            self._checker.look_at_results(batch, targets, self._backends[batch[0].process_set].fabric)
+            self._checker.look_at_results(batch, targets, self.backends[batch[0].process_set].fabric)
             own = [target.bytes if target is not None else None for target in targets]
             errors = self._compare(batch, own if results is None else results)
         for entry, target, error in zip(entries, targets, errors, strict=True):
@@ -363,28 +351,28 @@ class Executor:
 
     def _add_process_set(self, batch: list[Response], entries: Entries) -> None:
         ranks, set_id = batch[0].request.ranks, batch[0].value
-        if self._rank in ranks:
-            fabric = self._backends[GLOBAL_SET].fabric.subset(ranks, set_id)
-            self._backends[set_id] = self._make_backend(fabric, ranks)
+        if self.where.rank in ranks:
+            fabric = self.backends[GLOBAL_SET].fabric.subset(ranks, set_id)
+            self.backends[set_id] = self.make_backend(fabric, ranks)
             if self._pieces is not None:
-                self._backends[set_id].resize(self._pieces)
-            if self._fast_path is not None:
-                self._fast_path.open_set(set_id, self._backends[set_id])
+                self.backends[set_id].resize(self._pieces)
+            if self.fast_path is not None:
+                self.fast_path.open_set(set_id, self.backends[set_id])
         self._tell_value(batch, entries)
 
     def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
         removed = batch[0].request.ranks[0]
-        left = self._queue.pop_set(removed)
-        if self._fast_path is not None:
-            left += self._fast_path.close_set(removed)
+        left = self.queue.pop_set(removed)
+        if self.fast_path is not None:
+            left += self.fast_path.close_set(removed)
         for entry in left:
             text = (
                 f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
             )
             entry.done(None, ShutDownError(text))
-        if removed in self._backends:
+        if removed in self.backends:
             self._devices.close_set(removed)
-            self._backends.pop(removed).close()
+            self.backends.pop(removed).close()
         self._tell_value(batch, entries)
 
 

@@ -428,7 +428,7 @@ class Runtime:
         if until > now:
             self._control.wait(until - now if until < math.inf else None)
             woken = time.monotonic()
-            if self._hangs is not None and woken - until > self._hangs.oversleep:
+            if self._hangs is not None and woken - until > self._hangs.inspector.oversleep:
                 self._hangs.resumed(woken)
         self.queue.awake()
 

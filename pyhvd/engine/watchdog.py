@@ -67,6 +67,7 @@ class ProgressTimer:
         return now - self._since
 
 
+@dataclass
 class Watch:
     """The watchdog thread.
 
@@ -82,22 +83,16 @@ class Watch:
         Called after the two times with the seconds that have passed; each returns at once.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        warn_after: float,
-        end_after: float,
-        look: Callable[[], tuple[bool, Hashable]],
-        warn: Callable[[float], None],
-        end: Callable[[float], None],
-    ) -> None:
-        self._warn_after = warn_after
-        self._end_after = end_after
-        self._look = look
-        self._warn = warn
-        self._end = end
+    rank: int
+    warn_after: float
+    end_after: float
+    look: Callable[[], tuple[bool, Hashable]]
+    warn: Callable[[float], None]
+    end: Callable[[float], None]
+
+    def __post_init__(self) -> None:
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._main, name=f"pyhvd-{rank}-watch", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=f"pyhvd-{self.rank}-watch", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -117,27 +112,28 @@ class Watch:
             self._thread.join()
 
     def _main(self) -> None:
-        limits = [each for each in (self._warn_after, self._end_after) if each]
+        limits = [each for each in (self.warn_after, self.end_after) if each]
         pause = min(limits) / 4
         timer = ProgressTimer(2 * pause)
         warned = 0.0
         while not self._over.wait(pause):
             now = time.monotonic()
-            waiting, progress = self._look()
+            waiting, progress = self.look()
             passed = timer.look(progress, now, waiting=waiting)
             if passed < min(limits):
                 warned = 0.0
-            elif self._end_after and passed >= self._end_after:
-                self._end(passed)
+            elif self.end_after and passed >= self.end_after:
+                self.end(passed)
                 return
-            elif self._warn_after and passed - warned >= self._warn_after:
+            elif self.warn_after and passed - warned >= self.warn_after:
                 warned = passed
-                self._warn(passed)
+                self.warn(passed)
 
 
 _log = logging.getLogger("pyhvd")
 
 
+@dataclass(frozen=True, slots=True)
 class ProgressProbe:
     """Reads one rank's progress, from any thread.
 
@@ -155,55 +151,47 @@ class ProgressProbe:
         Starts and stops of timelines, which are collective.
     """
 
-    def __init__(
-        self,
-        where: RankLocations,
-        queue: TensorQueue,
-        executor: Executor,
-        fast_path: FastPathAdapter | None,
-        recorder: Recorder,
-    ) -> None:
-        self._where = where
-        self._queue = queue
-        self._executor = executor
-        self._fast_path = fast_path
-        self._recorder = recorder
+    where: RankLocations
+    queue: TensorQueue
+    executor: Executor
+    fast_path: FastPathAdapter | None
+    recorder: Recorder
 
     def look(self) -> tuple[bool, Hashable]:
         """Return whether something is in flight on this rank, and a position that changes with progress."""
-        names, joins = self._queue.names()
+        names, joins = self.queue.names()
         on_lane, _, position = self._look_at_fast_path()
         # A rank in join() waits while others work, but not for a dead rank 0.
-        waiting = bool(names or on_lane or self._executor.running or self._recorder.busy)
-        waiting = waiting or (joins and self._where.states([0])[0].is_lost)
-        return waiting, (self._executor.ended, position)
+        waiting = bool(names or on_lane or self.executor.running or self.recorder.busy)
+        waiting = waiting or (joins and self.where.states([0])[0].is_lost)
+        return waiting, (self.executor.ended, position)
 
     def _look_at_fast_path(self) -> tuple[list[str], bool, int]:
-        return ([], False, 0) if self._fast_path is None else self._fast_path.look()
+        return ([], False, 0) if self.fast_path is None else self.fast_path.look()
 
     def warn(self, passed: float) -> None:
         """Warn that a collective does not end; the hang report covers missing submissions."""
         snapshot = self._snapshot(passed)
         if snapshot.under_way:
-            _log.warning("%s", describe_stall(snapshot, self._where.places))
+            _log.warning("%s", describe_stall(snapshot, self.where.places))
 
     def error(self, passed: float) -> HorovodInternalError:
         """Return the error of a rank without progress for ``passed`` s."""
-        return error_of_stall(self._snapshot(passed), self._where.places)
+        return error_of_stall(self._snapshot(passed), self.where.places)
 
     def late_end(self, passed: float) -> str:
         """Return the text about a shutdown that has not ended for ``passed`` s."""
-        return describe_late_end(self._snapshot(passed), self._where.places)
+        return describe_late_end(self._snapshot(passed), self.where.places)
 
     def _snapshot(self, passed: float) -> StallSnapshot:
-        names, _ = self._queue.names()
-        under_way = [entry.request.name for entry in self._executor.running if entry is not None]
-        under_way += ["timeline"] * self._recorder.busy
+        names, _ = self.queue.names()
+        under_way = [entry.request.name for entry in self.executor.running if entry is not None]
+        under_way += ["timeline"] * self.recorder.busy
         on_lane, running, _ = self._look_at_fast_path()
         runs = bool(under_way or running)
         shown = under_way or (on_lane if running else [*names, *on_lane])
-        others = [rank for rank in range(len(self._where.places)) if rank != self._where.rank]
-        return StallSnapshot(self._where.rank, shown, runs, self._where.states(others), passed)
+        others = [rank for rank in range(len(self.where.places)) if rank != self.where.rank]
+        return StallSnapshot(self.where.rank, shown, runs, self.where.states(others), passed)
 
 
 def give_up_time(config: Config) -> float:

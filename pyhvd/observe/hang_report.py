@@ -189,7 +189,7 @@ class _StallReport:
         submitted = tensors[0].submitted
         by = self._ranks(submitted) if submitted else "no rank"
         return (
-            f"  {_names_of(tensors, detail)}: not {_done(tensors)} by"
+            f"  {names_of(tensors, detail)}: not {_done(tensors)} by"
             f" {self._ranks(tensors[0].missing, with_hosts=True)},"
             f" {_done(tensors)} by {by} (waiting for {oldest:.0f} s)"
         )
@@ -248,7 +248,7 @@ class _StallReport:
         return _RankBlock([rank], where, threads, lacking, waits)
 
     def _block_head(self, block: _RankBlock, detail: _Detail) -> str:
-        lacking = f"not {_done(block.lacking)} {_names_of(block.lacking, detail)}"
+        lacking = f"not {_done(block.lacking)} {names_of(block.lacking, detail)}"
         if len(block.ranks) == 1:
             place = self._places[block.ranks[0]]
             return f"rank {block.ranks[0]} on {place} has {lacking}: {block.where}"
@@ -435,12 +435,8 @@ def _shown(name: str) -> str:
     return "join()" if name == JOIN_NAME else name
 
 
-def names_of(tensors: Sequence[Stalled]) -> str:
-    """Return the names of tensors; of many, the first six and the number of the others."""
-    return _names_of(tensors, _ALL)
-
-
-def _names_of(tensors: Sequence[Stalled], detail: _Detail) -> str:
+def names_of(tensors: Sequence[Stalled], detail: _Detail = _ALL) -> str:
+    """Return the names of tensors; of many, by default, the first six and the number of the others."""
     shown = ", ".join(_name_of(each, detail) for each in tensors[: detail.names])
     more = len(tensors) - detail.names
     return f"{shown} and {more} more" if more > 0 else shown

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pyhvd.common.processes import ProcessPlace, ProcessState, state_of
 from pyhvd.common.stacks import user_stacks, waits_inside
@@ -67,6 +67,7 @@ class RankLocations:
         return StackReport(PROTOCOL_VERSION, number, user_stacks(self.threads), waits)
 
 
+@dataclass(slots=True)
 class HangReporter:
     """Rank 0's part.
 
@@ -89,30 +90,18 @@ class HangReporter:
     ----------
     due : float
         Time (monotonic s) before which :meth:`inspect` has nothing to do.
-    oversleep : float
-        How late (s) rank 0's thread may wake up before :meth:`resumed` must know.
     """
 
-    def __init__(
-        self,
-        inspector: StallInspector,
-        where: RankLocations,
-        send: Send,
-        pending: Callable[[float], list[Stalled]],
-        count: Callable[[int, int], None],
-        warn: Callable[[str], object] = _log_warning,
-    ) -> None:
-        self._inspector = inspector
-        self._where = where
-        self._send = send
-        self._pending = pending
-        self._count = count
-        self._warn = warn
-        self._inquiry: Inquiry | None = None
-        self._number = 0
-        self._resumed = 0.0
-        self.due = 0.0
-        self.oversleep = inspector.oversleep
+    inspector: StallInspector
+    where: RankLocations
+    send: Send
+    pending: Callable[[float], list[Stalled]]
+    count: Callable[[int, int], None]
+    warn: Callable[[str], object] = _log_warning
+    due: float = field(default=0.0, init=False)
+    _inquiry: Inquiry | None = field(default=None, init=False)
+    _number: int = field(default=0, init=False)
+    _resumed: float = field(default=0.0, init=False)
 
     def resumed(self, now: float) -> None:
         """Note that rank 0's thread woke up much too late, at ``now`` (s): the job was suspended.
@@ -125,18 +114,18 @@ class HangReporter:
         """Do what is due; return when to call again (inf: after a message), and what ends the job."""
         if self._inquiry is None:
             pending = self._waiting(now)
-            finding = self._inspector.look(pending, now)
-            self._count(self._inspector.overdue(pending, now), 0)
-            self.due = self._inspector.next_look
+            finding = self.inspector.look(pending, now)
+            self.count(self.inspector.overdue(pending, now), 0)
+            self.due = self.inspector.next_look
             if finding is None:
                 # A tensor that starts to wait is announced by a message, or has to be looked for.
-                return (self.due if pending or self._inspector.unannounced else math.inf), None
-            self._ask(Inquiry(self._number, finding, self._inspector.answers_until(finding, now)))
+                return (self.due if pending or self.inspector.unannounced else math.inf), None
+            self._ask(Inquiry(self._number, finding, self.inspector.answers_until(finding, now)))
         error = self._conclude(now)
         if error is not None:
             self.due = math.inf
             return now, error
-        self.due = self._inspector.next_look if self._inquiry is None else self._inquiry.until
+        self.due = self.inspector.next_look if self._inquiry is None else self._inquiry.until
         return self.due, None
 
     def take(self, rank: int, report: StackReport) -> None:
@@ -146,7 +135,7 @@ class HangReporter:
             self.due = 0.0
 
     def _waiting(self, now: float) -> list[Stalled]:
-        pending = self._pending(now)
+        pending = self.pending(now)
         if self._resumed:
             pending = [replace(each, since=max(each.since, self._resumed)) for each in pending]
         return pending
@@ -155,10 +144,10 @@ class HangReporter:
         self._inquiry = inquiry
         self._number += 1
         for rank in inquiry.asked:
-            if rank == self._where.rank:
-                inquiry.take(rank, self._where.report(inquiry.number))
+            if rank == self.where.rank:
+                inquiry.take(rank, self.where.report(inquiry.number))
             else:
-                self._send(rank, encode_out_of_band(StackRequest(PROTOCOL_VERSION, inquiry.number)))
+                self.send(rank, encode_out_of_band(StackRequest(PROTOCOL_VERSION, inquiry.number)))
 
     def _conclude(self, now: float) -> ErrorInfo | None:
         """Report what the inquiry has found, if it is over, unless nothing is stalled any more."""
@@ -169,15 +158,15 @@ class HangReporter:
         finding = inquiry.finding.still(self._waiting(now))
         if finding is None:
             return None
-        places = self._where.places
+        places = self.where.places
         # A rank that has submitted meanwhile lacks nothing any more.
         missing = {*finding.missing}
-        answers = inquiry.complete(lambda rank: self._where.states([rank])[rank])
+        answers = inquiry.complete(lambda rank: self.where.states([rank])[rank])
         answers = {rank: answer for rank, answer in answers.items() if rank in missing}
         if finding.ends_job:
             return error_of(finding, answers, places, now)
-        self._warn(warning_of(finding, answers, places, now))
-        self._count(len(finding.stalled), 1)
+        self.warn(warning_of(finding, answers, places, now))
+        self.count(len(finding.stalled), 1)
         return None
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from pyhvd.backends.base import Phases
@@ -106,7 +105,7 @@ class Instruments(Phases):
 
     def _set(self, active: tuple[Instrument, ...]) -> None:
         self.active = active
-        self.phase = partial(_TimedPhase, self) if active else nullcontext
+        self.phase = partial(_time_phase, self) if active else nullcontext
 
     queued = _dispatch(Instrument.queued)
     requested = _dispatch(Instrument.requested)
@@ -121,20 +120,11 @@ class Instruments(Phases):
         return min((due for due in self._look(now) if due is not None), default=None)
 
 
-class _TimedPhase:
-    """Times one phase."""
-
-    __slots__ = ("_begin", "_instruments", "_name")
-
-    def __init__(self, instruments: Instruments, name: str) -> None:
-        self._instruments = instruments
-        self._name = name
-        self._begin = 0
-
-    def __enter__(self) -> None:
-        self._begin = read_clock()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._instruments.tell_phase(self._name, self._begin, read_clock())
+@contextmanager
+def _time_phase(instruments: Instruments, name: str) -> Iterator[None]:
+    """Tell the instruments when a phase began and ended, even if the phase raises."""
+    begin = read_clock()
+    try:
+        yield
+    finally:
+        instruments.tell_phase(name, begin, read_clock())

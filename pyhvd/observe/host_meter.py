@@ -6,10 +6,9 @@ rank's, those of agreement connections are its host's, so only the lowest rank o
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyhvd.native.shared_memory import RailCounters
 from pyhvd.transport.hosts import HostsFabric
@@ -24,16 +23,8 @@ RAIL, AGREEMENT = "rail", "agreement"
 _NS = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class HostCounts:
-    """Counters by host name; the fields are those of :class:`~pyhvd.observe.metrics.Metrics`."""
-
-    link_sent_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    link_received_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    link_wait_seconds: dict[str, float] = field(default_factory=dict)
-    late_exchanges: dict[str, int] = field(default_factory=dict)
-    host_late_tensors: dict[str, int] = field(default_factory=dict)
-    host_awaited_seconds: dict[str, float] = field(default_factory=dict)
+HostCounts = defaultdict[str, dict[str, Any]]
+"""Counters by field of :class:`~pyhvd.observe.metrics.Metrics`, and by host name."""
 
 
 class HostMeter:
@@ -75,7 +66,7 @@ class HostMeter:
 
     def read(self, fast_path: FastPath | None) -> HostCounts:
         """Return the counters; from any thread."""
-        counts = HostCounts()
+        counts: HostCounts = defaultdict(dict)
         if self._has_rails:
             self._add_rails(counts)
         if fast_path is not None and self._reports:
@@ -85,17 +76,17 @@ class HostMeter:
     def _add_rails(self, counts: HostCounts) -> None:
         for host, (sent, received, last, slept) in enumerate(self._rails.read()):
             name = self.names[host]
-            counts.late_exchanges[name] = last
+            counts["late_exchanges"][name] = last
             if host != self._here:
-                counts.link_sent_bytes[name] = {RAIL: sent}
-                counts.link_received_bytes[name] = {RAIL: received}
-                counts.link_wait_seconds[name] = slept * _NS
+                counts["link_sent_bytes"][name] = {RAIL: sent}
+                counts["link_received_bytes"][name] = {RAIL: received}
+                counts["link_wait_seconds"][name] = slept * _NS
 
     def _add_agreement(self, counts: HostCounts, agreement: Sequence[tuple[int, int, int, int]]) -> None:
         for host, (sent, received, late, awaited) in enumerate(agreement):
             name = self.names[host]
-            counts.host_late_tensors[name] = late
+            counts["host_late_tensors"][name] = late
             if host != self._here:
-                counts.link_sent_bytes.setdefault(name, {})[AGREEMENT] = sent
-                counts.link_received_bytes.setdefault(name, {})[AGREEMENT] = received
-                counts.host_awaited_seconds[name] = awaited * _NS
+                counts["link_sent_bytes"].setdefault(name, {})[AGREEMENT] = sent
+                counts["link_received_bytes"].setdefault(name, {})[AGREEMENT] = received
+                counts["host_awaited_seconds"][name] = awaited * _NS

@@ -14,12 +14,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits
-from pyhvd.observe.host_meter import HostCounts, HostMeter
+from pyhvd.observe.host_meter import HostMeter
 
 if TYPE_CHECKING:
     from pyhvd.native.shared_memory import FastPath
@@ -349,7 +349,7 @@ class Meter:
         """Return the counters."""
         fast = self._fast.counts() if self._fast is not None else {}
         late = self._late()
-        between = self._hosts.read(self._fast) if self._hosts is not None else HostCounts()
+        between = self._hosts.read(self._fast) if self._hosts is not None else {}
         with self._lock:
             totals = {name: (list(c.buckets), c.sum) for name, c in self._histograms.items()}
             for name, (buckets, total) in fast.items():
@@ -383,7 +383,7 @@ class Meter:
                 stall_warnings=self._stall_warnings,
                 stalled_tensors=self._stalled,
                 generation=self._generation,
-                **asdict(between),
+                **between,
             )
 
     def _late(self) -> list[tuple[int, float]]:

@@ -32,20 +32,22 @@ _log = logging.getLogger("pyhvd")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric; its samples have the label ``rank`` besides its own.
+    """One metric: a field of Metrics; its samples have the label ``rank`` besides its own."""
 
-    Its values are the field of :class:`Metrics` that has its name, without ``pyhvd_`` and ``_total``.
-    """
-
-    name: str
+    field: str
     kind: str
-    labels: tuple[str, ...]
     doc: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name for Prometheus."""
+        return f"pyhvd_{self.field}" + "_total" * (self.kind == "counter")
 
     def samples(self, metrics: Metrics) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
         """Yield the values of its own labels, and the sample."""
-        field = self.name.removeprefix("pyhvd_").removesuffix("_total")
-        yield from _flatten(metrics.seconds if field == "uptime_seconds" else getattr(metrics, field))
+        field = "seconds" if self.field == "uptime_seconds" else self.field
+        yield from _flatten(getattr(metrics, field))
 
 
 def _flatten(value: Any) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
@@ -59,96 +61,80 @@ def _flatten(value: Any) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
 
 
 FAMILIES = (
-    Family("pyhvd_tensors_total", "counter", ("verb", "lane"), "Tensors whose collective ran"),
-    Family("pyhvd_bytes_total", "counter", ("verb", "lane"), "Bytes of those tensors: this rank's input"),
+    Family("tensors", "counter", "Tensors whose collective ran", ("verb", "lane")),
+    Family("bytes", "counter", "Bytes of those tensors: this rank's input", ("verb", "lane")),
+    Family("responses", "counter", "Responses: one tensor each, or several that were fused", ("lane",)),
+    Family("response_tensors", "histogram", "Tensors fused into one response"),
+    Family("response_bytes", "histogram", "Bytes fused into one response"),
+    Family("cache_hits", "counter", "Submitted tensors that were in the response cache"),
+    Family("cache_misses", "counter", "Submitted tensors that were not in the response cache"),
     Family(
-        "pyhvd_responses_total",
-        "counter",
-        ("lane",),
-        "Responses: one tensor each, or several that were fused",
-    ),
-    Family("pyhvd_response_tensors", "histogram", (), "Tensors fused into one response"),
-    Family("pyhvd_response_bytes", "histogram", (), "Bytes fused into one response"),
-    Family("pyhvd_cache_hits_total", "counter", (), "Submitted tensors that were in the response cache"),
-    Family(
-        "pyhvd_cache_misses_total", "counter", (), "Submitted tensors that were not in the response cache"
-    ),
-    Family(
-        "pyhvd_negotiation_seconds",
+        "negotiation_seconds",
         "histogram",
-        (),
         "Per tensor: from this rank's announcement until all ranks had submitted it",
     ),
+    Family("execution_seconds", "histogram", "Per response: from the agreement until the results were ready"),
+    Family("wait_seconds", "histogram", "Per wait of the program for a handle that was not ready"),
     Family(
-        "pyhvd_execution_seconds",
-        "histogram",
-        (),
-        "Per response: from the agreement until the results were ready",
-    ),
-    Family("pyhvd_wait_seconds", "histogram", (), "Per wait of the program for a handle that was not ready"),
-    Family(
-        "pyhvd_late_tensors_total",
-        "counter",
-        ("late_rank",),
-        "Tensors that a rank was the last to submit (from rank 0)",
+        "late_tensors", "counter", "Tensors that a rank was the last to submit (from rank 0)", ("late_rank",)
     ),
     Family(
-        "pyhvd_awaited_seconds_total",
+        "awaited_seconds",
         "counter",
-        ("late_rank",),
         "Time for which others waited for one rank alone (from rank 0)",
+        ("late_rank",),
     ),
     Family(
-        "pyhvd_errors_total",
+        "errors",
         "counter",
-        ("kind",),
         "Failed tensors by class of error; refused: calls that this rank rejected",
+        ("kind",),
     ),
-    Family("pyhvd_stall_warnings_total", "counter", (), "Reports of stalled tensors (from rank 0)"),
-    Family("pyhvd_stalled_tensors", "gauge", (), "Overdue tensors at the last look (from rank 0)"),
+    Family("stall_warnings", "counter", "Reports of stalled tensors (from rank 0)"),
+    Family("stalled_tensors", "gauge", "Overdue tensors at the last look (from rank 0)"),
     Family(
-        "pyhvd_link_sent_bytes_total",
+        "link_sent_bytes",
         "counter",
-        ("other_host", "connection"),
         "Bytes sent to another host: over this rank's rails, or its host's agreement connection",
-    ),
-    Family(
-        "pyhvd_link_received_bytes_total",
-        "counter",
         ("other_host", "connection"),
+    ),
+    Family(
+        "link_received_bytes",
+        "counter",
         "Bytes received from another host, likewise",
+        ("other_host", "connection"),
     ),
     Family(
-        "pyhvd_link_wait_seconds_total",
+        "link_wait_seconds",
         "counter",
-        ("late_host",),
         "Time that this rank waited in an exchange until bytes of another host came",
+        ("late_host",),
     ),
     Family(
-        "pyhvd_late_exchanges_total",
+        "late_exchanges",
         "counter",
-        ("late_host",),
         "Operations between hosts in which this rank waited for the bytes of a host last",
+        ("late_host",),
     ),
     Family(
-        "pyhvd_host_late_tensors_total",
+        "host_late_tensors",
         "counter",
-        ("late_host",),
         "Cached tensors that a host was the last to announce (from the lowest rank of each host)",
+        ("late_host",),
     ),
     Family(
-        "pyhvd_host_awaited_seconds_total",
+        "host_awaited_seconds",
         "counter",
-        ("late_host",),
         "Time for which a host waited for another one to announce (from the lowest rank of each host)",
+        ("late_host",),
     ),
-    Family("pyhvd_uptime_seconds", "gauge", (), "Time since init()"),
+    Family("uptime_seconds", "gauge", "Time since init()"),
 )
 INFO = Family(
-    "pyhvd_info",
+    "info",
     "gauge",
-    ("size", "job", "host", "pid", "version", "generation"),
     "1; its labels name what does not change; generation is empty in a job that is not elastic",
+    ("size", "job", "host", "pid", "version", "generation"),
 )
 
 

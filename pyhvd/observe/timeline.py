@@ -25,8 +25,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.errors import HorovodInternalError, TimelineError, copy_error
@@ -50,7 +48,7 @@ from pyhvd.observe.trace.clocks import ClockReading, measure
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
 from pyhvd.observe.trace.rows import Rows, Tensor
 from pyhvd.queue import TensorEntry
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, allgather_bytes
 
 _log = logging.getLogger("pyhvd")
 
@@ -66,7 +64,6 @@ MOST_NOTES = 1 << 16
 PERIOD = 0.05
 """Seconds between two drains; a killed rank loses at most this much, unless it was busy."""
 
-_TEXT = 1024
 _STAGES = {
     PACKING: "MEMCPY_IN_FUSION_BUFFER",
     REDUCING: "SHM_ALLREDUCE",
@@ -84,41 +81,18 @@ class Timeline(Instrument):
     ----------
     writer : TraceWriter
         The file; this object closes it.
-    rank, size : int
-        This rank, and the number of ranks.
     order : TimelineOrder
         The name of the recording, which is the same on every rank, and whether to write a CYCLE_START for
         every response list and every entry of the ready log.
-    trace : Trace
-        Ring to which the C code writes records.
-    fast_path : FastPath or None
-        The fast path, which knows the tensors of cache slots.
-    members : callable
-        ``members(id)`` returns the global ranks of a process set.
-    hosts : sequence of str
-        The names of the job's hosts.
-    generation : int
-        The generation of this rank, in an elastic job.
+    recorder : Recorder
+        Knows the rank, and what its records mean.
     """
 
-    def __init__(
-        self,
-        writer: TraceWriter,
-        rank: int,
-        size: int,
-        order: TimelineOrder,
-        trace: Trace,
-        fast_path: FastPath | None,
-        members: Callable[[int], tuple[int, ...]],
-        hosts: Sequence[str] = (),
-        generation: int = 0,
-    ) -> None:
+    def __init__(self, writer: TraceWriter, order: TimelineOrder, recorder: Recorder) -> None:
         self._writer = writer
-        self._hosts = hosts
-        self._rank = rank
-        self._trace = trace
-        self._fast_path = fast_path
-        self._members = members
+        self._recorder = recorder
+        self._rank = rank = recorder.rank
+        self._trace = trace = recorder.trace
         self._notes: deque[Note] = deque()
         self._counting = threading.Lock()
         self._dropped = -trace.dropped
@@ -127,8 +101,9 @@ class Timeline(Instrument):
         self._due = 0.0
         self._origin = read_clock()
         self._rows = Rows(self._origin, mark_cycles=order.mark_cycles)
-        args = {"format": FORMAT, "job": order.job, "rank": rank, "size": size, "host": platform.node()}
-        args |= {"process": os.getpid(), "origin_ns": self._origin, "generation": generation}
+        args = {"format": FORMAT, "job": order.job, "rank": rank, "size": recorder.size}
+        args |= {"host": platform.node(), "process": os.getpid()}
+        args |= {"origin_ns": self._origin, "generation": recorder.generation}
         self._head: list[Event] = [metadata(HEADER, args)]
         self._rows.head(f"pyhvd rank {rank}", time.time_ns() // 1000)
         trace.start(CELLS)
@@ -216,18 +191,22 @@ class Timeline(Instrument):
             elif kind == AWAITING:
                 self._append(end, self._awaited, begin, end, rank)
             elif kind == EXCHANGING:
-                self._append(end, rows.exchanged, begin, end, number, self._hosts[rank])
+                self._append(end, rows.exchanged, begin, end, number, self._recorder.hosts[rank])
             else:
                 self._append(end, rows.phase, _STAGES[kind], begin, end)
 
+    def _members(self, set_id: int) -> tuple[int, ...]:
+        return self._recorder.members.get(set_id, ())
+
     def _tensors(self, set_id: int, slot: int, *, alone: bool) -> list[Tensor]:
         """Return the tensors of the call that a slot belongs to, or with ``alone`` the slot's tensor."""
-        requests = self._fast_path.requests(set_id, slot, alone) if self._fast_path is not None else []
+        fast_path = self._recorder.fast_path
+        requests = fast_path.requests(set_id, slot, alone) if fast_path is not None else []
         return [(set_id, request) for request in requests]
 
     def _who(self, last: int) -> int | str:
         """Return the rank, or the name of the host, that was the last to make a tensor ready."""
-        return f"host {self._hosts[last - OTHER_HOST]}" if last >= OTHER_HOST else last
+        return f"host {self._recorder.hosts[last - OTHER_HOST]}" if last >= OTHER_HOST else last
 
     def _awaited(self, begin: int, end: int, set_rank: int) -> None:
         """Add the wait for a rank of the process set whose batch is under way."""
@@ -276,6 +255,14 @@ class Recorder:
 
     Attributes
     ----------
+    fast_path : FastPath or None
+        The fast path, which knows the tensors of cache slots.
+    members : mapping of int to tuple of int
+        The ranks of each process set; the runtime replaces it after the first recording has begun.
+    hosts : tuple of str
+        The names of the job's hosts.
+    trace : Trace
+        Ring to which the C code writes records.
     busy : bool
         Whether this rank starts or stops a recording together with the others. Any thread may read it.
     """
@@ -286,10 +273,10 @@ class Recorder:
         self.members: Mapping[int, tuple[int, ...]] = {}
         self.hosts: tuple[str, ...] = ()
         self.trace = Trace()
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        self.size = size
+        self.generation = generation
         self._hooks = hooks
-        self._generation = generation
         self._writer: TraceWriter | None = None
         self._order = TimelineOrder()
         self._active: Timeline | None = None
@@ -319,12 +306,12 @@ class Recorder:
         error, path = "", Path(order.path)
         writer: TraceWriter | None = None
         try:
-            path = rank_path(order.path, self._rank, self._generation)  # it looks at the path
+            path = rank_path(order.path, self.rank, self.generation)  # it looks at the path
             writer = TraceWriter(path, make_directory=order.path.endswith(os.sep))
         except OSError as exc:
-            error = f"rank {self._rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "
+            error = f"rank {self.rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "
             error += exc.strerror or str(exc)
-        job, *_ = heard = _exchange(fabric, order.job + "\n" + error)
+        job, *_ = heard = _share_texts(fabric, order.job + "\n" + error)
         if errors := [text.partition("\n")[2] for text in heard if not text.endswith("\n")]:
             if writer is not None:
                 writer.close()
@@ -341,18 +328,7 @@ class Recorder:
             return
         reading = measure(fabric, read_clock)
         writer, self._writer = self._writer, None
-        # The runtime replaces ``members`` after the first recording has begun.
-        self._active = Timeline(
-            writer,
-            self._rank,
-            self._size,
-            self._order,
-            self.trace,
-            self.fast_path,
-            lambda set_id: self.members.get(set_id, ()),
-            self.hosts,
-            self._generation,
-        )
+        self._active = Timeline(writer, self._order, self)
         self._active.add_clock("start", reading)
         self._hooks.add(self._active)
 
@@ -454,11 +430,6 @@ def new_job() -> str:
     return uuid.uuid4().hex
 
 
-def _exchange(fabric: Fabric, text: str) -> list[str]:
-    """Return every rank's text, cut to _TEXT bytes."""
-    mine = np.zeros(_TEXT, np.uint8)
-    data = text.encode(errors="replace")[:_TEXT]
-    mine[: len(data)] = np.frombuffer(data, np.uint8)
-    table = np.empty((fabric.size, _TEXT), np.uint8)
-    fabric.allgather(mine, table.reshape(-1))
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
+def _share_texts(fabric: Fabric, text: str) -> list[str]:
+    """Return every rank's text."""
+    return [data.decode() for data in allgather_bytes(fabric, text.encode(errors="replace"))]

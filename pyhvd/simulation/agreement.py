@@ -99,7 +99,7 @@ class HostTable:
         if messages is None:
             return False
         self._post(messages)
-        self.process.call(_settle)
+        self.process.wake()
         return True
 
     def receive(self, source: int, message: bytes) -> None:
@@ -163,10 +163,6 @@ class HostTable:
                 ("table", self.host, target), (self.host, target), len(message), self.process.now,
                 table.process.call, table.receive, self.host, message,
             )  # fmt: skip
-
-
-def _settle() -> None:
-    """Make a table's process settle."""
 
 
 class CoordinatorTable:

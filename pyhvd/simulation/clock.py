@@ -6,6 +6,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -41,6 +42,7 @@ class Clock:
         return bool(due)
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedProcess:
     """A thread of a simulated process: it carries out what has come, then settles, and so on.
 
@@ -66,28 +68,23 @@ class SimulatedProcess:
         Whether tasks wait until :meth:`resume`.
     """
 
-    __slots__ = (
-        *("_begun", "_cpu", "_extra", "_free_at", "_is_due", "_settle", "_sharers", "_tasks"),
-        *("blocked", "busy", "clock", "longest"),
-    )
-
-    def __init__(
-        self, clock: Clock, cpu: float | None, settle: Callable[[], object], sharers: float = 1.0
-    ) -> None:
-        self.clock = clock
-        self.busy = self.longest = 0.0
-        self.blocked = False
-        self._cpu = cpu
-        self._settle = settle
-        self._sharers = sharers
-        self._begun = self._extra = self._free_at = 0.0
-        self._is_due = False
-        self._tasks: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+    clock: Clock
+    cpu: float | None
+    settle: Callable[[], object]
+    sharers: float = 1.0
+    busy: float = 0.0
+    longest: float = 0.0
+    blocked: bool = False
+    _begun: float = 0.0
+    _extra: float = 0.0
+    _free_at: float = 0.0
+    _is_due: bool = False
+    _tasks: deque[tuple[Callable[..., object], tuple[Any, ...]]] = field(default_factory=deque)
 
     @property
     def now(self) -> float:
         """The time: within a turn, with what it has taken so far."""
-        return self.clock.now + self._sharers * self._used()
+        return self.clock.now + self.sharers * self._used()
 
     def spend(self, seconds: float) -> None:
         """Count CPU time of the present turn that is not measured."""
@@ -100,10 +97,14 @@ class SimulatedProcess:
             self._is_due = True
             self.clock.at(self._free_at, self._turn)
 
+    def wake(self) -> None:
+        """Take a turn as soon as this process is free, if only to settle."""
+        self.call(bool)
+
     def resume(self) -> None:
         """Go on after `blocked` was set."""
         self.blocked = False
-        self.call(_nothing)
+        self.wake()
 
     def _turn(self) -> None:
         self._extra = 0.0
@@ -112,12 +113,12 @@ class SimulatedProcess:
             task, args = self._tasks.popleft()
             task(*args)
         if not self.blocked:
-            self._settle()
+            self.settle()
         used = self._used()
         self._begun = 0.0
         self.busy += used
         self.longest = max(self.longest, used)
-        self._free_at = self.clock.now + self._sharers * used
+        self._free_at = self.clock.now + self.sharers * used
         self._is_due = False
         if self._tasks and not self.blocked:
             self._is_due = True
@@ -126,9 +127,5 @@ class SimulatedProcess:
     def _used(self) -> float:
         if not self._begun:
             return 0.0
-        measured = time.thread_time() - self._begun if self._cpu is None else self._cpu
+        measured = time.thread_time() - self._begun if self.cpu is None else self.cpu
         return measured + self._extra
-
-
-def _nothing() -> None:
-    """Make a process settle."""

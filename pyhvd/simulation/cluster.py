@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterator, Sequence
 
 from pyhvd.config import Config
-from pyhvd.simulation.data_path import DataPath, Machine
+from pyhvd.simulation.data_path import Machine
 from pyhvd.simulation.faults import Fault, Faults, HostLost
 from pyhvd.simulation.launcher import ElasticLauncher, Launcher
 from pyhvd.simulation.network import Network
@@ -70,36 +70,12 @@ def simulate(
         A number is not positive, or a fault names a host or rank that does not exist.
     """
     _check(hosts, local_ranks, faults)
-    world = assemble(hosts, local_ranks, program, network, seed, machine, config, cpu)
+    network, machine, knobs = network or Network(), machine or Machine(), config or Config()
+    world = SimulatedWorld(hosts, local_ranks, program, network, seed, machine, knobs, cpu)
     launcher, happened = add_launcher(world, faults, seed, elastic=elastic, hang_reports=hang_reports)
     with _without_collections():
         world.run(until)
     return report_on(world, launcher, happened, faults)
-
-
-def assemble(
-    hosts: int,
-    local_ranks: int,
-    program: Program,
-    network: Network | None = None,
-    seed: int = 0,
-    machine: Machine | None = None,
-    config: Config | None = None,
-    cpu: float | None = None,
-) -> SimulatedWorld:
-    """Return the ranks of a simulated job that has not begun; see :func:`simulate`."""
-    network, machine, knobs = network or Network(), machine or Machine(), config or Config()
-    return SimulatedWorld(
-        hosts,
-        local_ranks,
-        program,
-        network,
-        DataPath(network, machine, knobs.chunk_size, knobs.staging_size),
-        cpu,
-        machine.sharers(hosts, local_ranks),
-        seed,
-        knobs,
-    )
 
 
 def add_launcher(

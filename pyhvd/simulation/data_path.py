@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pyhvd.backends.adasum import BATCH, FLAT as ADASUM_FLAT
 from pyhvd.backends.host import FLAT as MPI_FLAT
@@ -145,6 +145,7 @@ _Stretch = Sequence[_Chunks]
 """Chunks that overlap. A stretch begins when the one before has ended."""
 
 
+@dataclass(frozen=True)
 class DataPath:
     """The data path of a cluster of equal hosts.
 
@@ -158,17 +159,10 @@ class DataPath:
         The knobs.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        machine: Machine | None = None,
-        chunk_size: int = 256 * KIB,
-        staging_size: int = 4096 * KIB,
-    ) -> None:
-        self.network = network
-        self.machine = machine or Machine()
-        self.chunk_size = chunk_size
-        self.staging_size = staging_size
+    network: Network
+    machine: Machine = field(default_factory=Machine)
+    chunk_size: int = 256 * KIB
+    staging_size: int = 4096 * KIB
 
     def __call__(
         self, kind: RequestType, nbytes: int, hosts: int, local_ranks: int, tensors: int = 1
@@ -228,6 +222,12 @@ class _Work:
         self.chunk = chunk_across(path.chunk_size, hosts) if hosts > 1 else path.chunk_size
         self.staging = path.staging_size
 
+    def stretches(self, kind: RequestType) -> Iterable[_Stretch]:
+        """Return the stretches of a collective, by the method of its name; without one it takes no time."""
+        formula = getattr(self, kind.name.lower(), None)
+        moves = kind == RequestType.BARRIER or (self.n and self.p > 1)
+        return formula() if formula is not None and moves else []
+
     def copies(self, nbytes: float) -> float:
         """Return the CPU time of copying."""
         return nbytes / self.machine.copy
@@ -254,23 +254,12 @@ class _Work:
 class _SimulatedLinks(_Work):
     """A window on each host, and links between hosts."""
 
-    def stretches(self, kind: RequestType) -> Iterable[_Stretch]:
-        """Return the stretches of a collective."""
-        if kind == RequestType.BARRIER:
-            return [self.enters(), [self._flat(8)]]
-        ways = {
-            RequestType.ALLREDUCE: self._allreduce,
-            RequestType.ALLGATHER: self._allgather,
-            RequestType.BROADCAST: self._broadcast,
-            RequestType.ALLTOALL: self._alltoall,
-            RequestType.REDUCESCATTER: self._reducescatter,
-            RequestType.ADASUM: self._adasum,
-        }
-        return ways[kind]() if kind in ways and self.n and self.p > 1 else []
+    def barrier(self) -> Iterable[_Stretch]:
+        return [self.enters(), [self._flat(8)]]
 
     # -- reductions
 
-    def _allreduce(self) -> Iterable[_Stretch]:
+    def allreduce(self) -> Iterable[_Stretch]:
         call = [_Chunks(1, self.machine.call + self.tensors * self.machine.tensor)]
         if self._rides():
             return [call]
@@ -314,7 +303,7 @@ class _SimulatedLinks(_Work):
         cpu = self.machine.chunk + local + across + self.frames(2 * steps * others, 2 * sent)
         return _Chunks(count, cpu, sent * self.local, steps)
 
-    def _reducescatter(self) -> Iterable[_Stretch]:
+    def reducescatter(self) -> Iterable[_Stretch]:
         """Yield the pieces: packed, reduced among the local ranks, then among hosts, and unpacked."""
         for piece in self.pieces(self.staging):
             block = piece / self.hosts
@@ -327,7 +316,7 @@ class _SimulatedLinks(_Work):
                 yield [self._moved(block, 2 * self.others, block * self.others, traded)]
             yield [_Chunks(1, self.sums(piece / self.local) + self.copies(piece / self.p))]
 
-    def _adasum(self) -> Iterable[_Stretch]:
+    def adasum(self) -> Iterable[_Stretch]:
         """Yield the levels: partners exchange halves of their vectors, and later bring the results back."""
         if self.n * self.p <= ADASUM_FLAT:
             yield self.enters()
@@ -349,7 +338,7 @@ class _SimulatedLinks(_Work):
 
     # -- moves
 
-    def _allgather(self) -> Iterable[_Stretch]:
+    def allgather(self) -> Iterable[_Stretch]:
         yield self.enters()
         yield [self._gathered(self.n)]
         if self.tensors > 1:
@@ -360,12 +349,12 @@ class _SimulatedLinks(_Work):
         block = nbytes / self.hosts
         return self._moved(block, self.hosts, block * self.others, nbytes if self.local > 1 else block)
 
-    def _broadcast(self) -> Iterable[_Stretch]:
+    def broadcast(self) -> Iterable[_Stretch]:
         yield self.enters()
         copied = self.n if self.local > 1 else 0.0
         yield [self._moved(self.n, 1, self.n * self.others, copied, both=False)]
 
-    def _alltoall(self) -> Iterable[_Stretch]:
+    def alltoall(self) -> Iterable[_Stretch]:
         """Yield the counts: to their receivers, among local ranks, and the largest; then the rows."""
         block = self.n * self.local / self.hosts
         yield self.enters(4)
@@ -397,21 +386,10 @@ class _SimulatedLinks(_Work):
 class _Mpi(_Work):
     """MPI for all bytes, as there are too many hosts for links: pieces follow one another."""
 
-    def stretches(self, kind: RequestType) -> Iterable[_Stretch]:
-        """Return the stretches of a collective."""
-        ways = {
-            RequestType.ALLREDUCE: self._allreduce,
-            RequestType.ALLGATHER: self._allgather,
-            RequestType.BROADCAST: self._broadcast,
-            RequestType.ALLTOALL: self._alltoall,
-            RequestType.REDUCESCATTER: self._reducescatter,
-            RequestType.ADASUM: self._adasum,
-        }
-        if kind == RequestType.BARRIER:
-            return [self.enters(), self._gather(self.p, self.p)]
-        return ways[kind]() if kind in ways and self.n else []
+    def barrier(self) -> Iterable[_Stretch]:
+        return [self.enters(), self._gather(self.p, self.p)]
 
-    def _allreduce(self) -> Iterable[_Stretch]:
+    def allreduce(self) -> Iterable[_Stretch]:
         """Yield each piece: reduced on each host, then each rank's slice on its rail; and to all ranks."""
         for piece in self.pieces(piece_across(self.staging, self.local)):
             part = piece / self.local
@@ -428,13 +406,13 @@ class _Mpi(_Work):
                 yield [_Chunks(1, self.sums(part))]
                 yield self._gather(part, self.hosts)
 
-    def _reducescatter(self) -> Iterable[_Stretch]:
+    def reducescatter(self) -> Iterable[_Stretch]:
         for piece in self.pieces(self.staging):
             yield self.enters()
             yield self._trade(piece, self.p)
             yield [_Chunks(1, self.copies(piece * (1 + 1 / self.p)) + self.sums(piece))]
 
-    def _adasum(self) -> Iterable[_Stretch]:
+    def adasum(self) -> Iterable[_Stretch]:
         for piece in self.pieces(max(BATCH, self.n // self.tensors)):
             for level in range(math.ceil(math.log2(self.p))):
                 half = piece / 2 ** (level + 1)
@@ -444,17 +422,17 @@ class _Mpi(_Work):
                 for nbytes in (half, _TERMS, half):
                     yield [self._messages(1, nbytes, wire and nbytes * self.local, 1)]
 
-    def _allgather(self) -> Iterable[_Stretch]:
+    def allgather(self) -> Iterable[_Stretch]:
         return [self.enters(), self._gather(self.n, self.p)]
 
-    def _broadcast(self) -> Iterable[_Stretch]:
+    def broadcast(self) -> Iterable[_Stretch]:
         """Return a tree for few bytes; for many, a piece for each rank, and then all pieces for all."""
         depth = math.ceil(math.log2(self.p))
         if self.n <= RING:
             return [self.enters(), [self._messages(depth, self.n * depth, self.n * self.local, depth)]]
         return [self.enters(), [self._messages(depth, self.n, self.n, depth)], self._gather(self.n, self.p)]
 
-    def _alltoall(self) -> Iterable[_Stretch]:
+    def alltoall(self) -> Iterable[_Stretch]:
         return [self.enters(2), self._trade(8 * self.p, self.p), self._trade(self.n, self.p)]
 
     def _trade(self, nbytes: float, ranks: int) -> _Stretch:

@@ -72,13 +72,12 @@ class Faults:
 
     Attributes
     ----------
-    noticed : list of (float, int)
-        When a host, an agent or the launcher noticed a fault by itself, and on which host it was. In the
-        order of time.
+    noticed : list of float
+        When a host, an agent or the launcher noticed a fault by itself, in the order of time.
     """
 
     def __init__(self, world: SimulatedWorld, launcher: Launcher, faults: Sequence[Fault], seed: int) -> None:
-        self.noticed: list[tuple[float, int]] = []
+        self.noticed: list[float] = []
         self._world = world
         self._launcher = launcher
         self._random = random.Random(seed)
@@ -109,7 +108,7 @@ class Faults:
         return last + silent_s + self._random.uniform(0.0, _LOOK_S)
 
     def _tell_launcher(self, fault: HostLost) -> None:
-        self.noticed.append((self._world.clock.now, fault.host))
+        self.noticed.append(self._world.clock.now)
         self._launcher.process.call(partial(self._launcher.lose_agent, fault.host, waited=fault.silent))
 
     def _kill(self, fault: RankKilled) -> None:
@@ -117,7 +116,7 @@ class Faults:
         if host in world.wires.lost or world.ranks[fault.rank].error:
             return
         world.end(world.ranks[fault.rank], KILLED)
-        self.noticed.append((world.clock.now, host))
+        self.noticed.append(world.clock.now)
         self._launcher.report(
             host, ExitReport(fault.rank, SIGNAL, 137, "was killed by SIGKILL", world.clock.now)
         )
@@ -131,7 +130,7 @@ class Faults:
             return
         self._notes[host] = lost
         if source == _ITSELF:
-            self.noticed.append((world.clock.now, lost))
+            self.noticed.append(world.clock.now)
         for other in world.neighbours_of(host):
             if other != source:
                 world.wires.send(

@@ -8,12 +8,13 @@ MPI's exchange of addresses is that of :class:`pyhvd.job.mpi.pmi.PmiServer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyhvd.job.connections import BEAT_S, ELASTIC_BEAT_S, ELASTIC_SILENT_S, SILENT_S
 from pyhvd.job.errors import RankError
 from pyhvd.job.machines.agent_pool import AgentPool
-from pyhvd.job.machines.machine import Action, Begin, End, HostTexts, JobMachine
+from pyhvd.job.machines.machine import Begin, End, HostTexts, JobMachine
 from pyhvd.job.machines.member_host import FoundHost
 from pyhvd.job.machines.membership import Membership, StartAgent, StartGeneration
 from pyhvd.job.machines.roster import ElasticLimits
@@ -51,14 +52,12 @@ class Launcher:
         The launcher's thread.
     error : str
         Its error; empty while there is none.
-    ended_at : float
-        When it had the error.
     """
 
     beat_s, silent_s = BEAT_S, SILENT_S
 
     def __init__(self, world: SimulatedWorld) -> None:
-        self.error, self.ended_at = "", 0.0
+        self.error = ""
         self.process = world.make_process(self._settle, of_rank=False)
         self._world = world
         self._members = [
@@ -100,18 +99,15 @@ class Launcher:
             return
         now = self.process.now
         for action in self._machine.tick(now):
-            self._carry_out(action)
+            if isinstance(action, End):
+                assert isinstance(action.error, RankError), action.error
+                self._end(action.error)
         if self._machine.failing and not self.error:
-            self._world.clock.at(now + _TURN_S, self.process.call, _look)
-
-    def _carry_out(self, action: Action) -> None:
-        if isinstance(action, End):
-            assert isinstance(action.error, RankError), action.error
-            self._end(action.error)
+            self._world.clock.at(now + _TURN_S, self.process.wake)
 
     def _end(self, error: RankError) -> None:
         """End the job: all agents kill their ranks."""
-        self.error, self.ended_at = str(error), self.process.now
+        self.error = str(error)
         for host in range(self._world.hosts):
             self._to_agent(host, _MESSAGE_BYTES, self._kill_ranks, host)
 
@@ -124,15 +120,10 @@ class Launcher:
         self._world.wires.send((HOST, host), (HOST, host), nbytes, self.process.now, arrive, *args)
 
     def _from_agent(self, host: int, task: Callable[..., object], *args: Any) -> None:
-        world = self._world
-        world.wires.send(
-            (host, HOST), (host, HOST), _MESSAGE_BYTES, world.clock.now, self._arrive, task, args
-        )
+        take = partial(self.process.call, self._take, task, *args)
+        self._world.wires.send((host, HOST), (host, HOST), _MESSAGE_BYTES, self._world.clock.now, take)
 
-    def _arrive(self, task: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self.process.call(self._take, task, args)
-
-    def _take(self, task: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _take(self, task: Callable[..., object], *args: Any) -> None:
         self.process.spend(self._world.network.message_cpu)
         task(*args)
 
@@ -182,7 +173,7 @@ class ElasticLauncher(Launcher):
 
     def _end(self, error: RankError) -> None:
         """End the generation: all agents kill their ranks, and say so."""
-        self.error, self.ended_at = str(error), self.process.now
+        self.error = str(error)
         self._failure = error
         self._ending = set(self._alive)
         for host in self._alive:

@@ -28,6 +28,7 @@ from pyhvd.negotiation.messages import (
 )
 from pyhvd.simulation.agreement import MARK_S
 from pyhvd.simulation.program import AddSet, Compute, Hang, StepEnd, Submit, Wait, request_of
+from pyhvd.transport.control import Delivered
 from pyhvd.transport.tree import Tree
 
 if TYPE_CHECKING:
@@ -37,17 +38,6 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 1e-3
 """After so long rank 0 tries again to announce a list for which there was no room."""
-
-
-class _Sent:
-    """A message that needs no further work of its sender."""
-
-    def gone(self) -> bool:
-        """Return True."""
-        return True
-
-
-_SENT = _Sent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +179,7 @@ class SimulatedRank:
         if not self.error:
             self.node.submit(self.worker.compose(fresh), self.process.now)
 
-    def send(self, target: int, payload: bytes) -> _Sent:
+    def send(self, target: int, payload: bytes) -> Delivered:
         """Send a message to another rank."""
         self.process.spend(self._world.network.message_cpu)
         other = self._world.ranks[target]
@@ -197,7 +187,7 @@ class SimulatedRank:
             (self.rank, target), (self.host, other.host), len(payload), self.process.now,
             other.arrive, self.rank, payload,
         )  # fmt: skip
-        return _SENT
+        return Delivered()
 
     def arrive(self, source: int, payload: bytes) -> None:
         """Take a message that has arrived."""
@@ -221,20 +211,20 @@ class SimulatedRank:
         due = self.node.due(self.process.now)
         if due is not None and due != self._timer:
             self._timer = due
-            self._world.clock.at(due, self.process.call, _nothing)
+            self._world.clock.at(due, self.process.wake)
         if self.stalls is not None:
             self.stalls.look()
         while self.node.respond(self.process.now):
             pass
         if self.node.held is not None:
-            self._world.clock.at(self.process.now + _AGAIN_S, self.process.call, _nothing)
+            self._world.clock.at(self.process.now + _AGAIN_S, self.process.wake)
         self.run_lists()
 
     # -- the background thread: what was agreed
 
     def look_at_log(self) -> None:
         """See :class:`~pyhvd.simulation.agreement.TableMember`."""
-        self._world.clock.at(self._world.clock.now, self.process.call, _nothing)
+        self._world.clock.at(self._world.clock.now, self.process.wake)
 
     def take_back(self, bits: int) -> None:
         """See :class:`~pyhvd.simulation.agreement.TableMember`."""
@@ -305,7 +295,3 @@ class SimulatedRank:
             self._waits = False
             wake = self._world.network.wake if self._table is None else 0.0
             self._world.clock.at(now + wake, self.advance)
-
-
-def _nothing() -> None:
-    """Make a process settle."""

@@ -191,26 +191,13 @@ def _steps(world: SimulatedWorld) -> Iterator[StepReport]:
         if before.totals is None or step.totals is None:
             return
         runs = [run for run in world.runs if before.last_end <= run.begin < step.last_end]
-        spent = _Spent(before.totals, step.totals)
+        spent = step.totals.since(before.totals)
         data = round(sum(run.cost.link for run in runs) * world.network.rate)
         yield _step(before.last_end, step, sorted(runs, key=lambda run: run.begin), spent, world.size, data)
 
 
-@dataclass(frozen=True)
-class _Spent:
-    """The totals before and after a step."""
-
-    before: Totals
-    after: Totals
-
-    def most(self, name: str) -> float:
-        """Return the most of any host or process."""
-        pairs = zip(getattr(self.before, name), getattr(self.after, name), strict=True)
-        return max((after - before for before, after in pairs), default=0)
-
-
 def _step(
-    begin: float, step: SimulatedStep, runs: Sequence[BatchRun], spent: _Spent, size: int, data_bytes: int
+    begin: float, step: SimulatedStep, runs: Sequence[BatchRun], spent: Totals, size: int, data_bytes: int
 ) -> StepReport:
     waits, mean = step.last_waiting, step.begun_waiting / size
     hidden, covered = 0.0, begin
@@ -229,11 +216,11 @@ def _step(
         **shares,
         hidden=hidden,
         to_begin=next((run.begin - waits for run in runs if run.begin >= waits), 0.0),
-        messages=int(spent.most("messages")),
-        nbytes=int(spent.most("nbytes")),
+        messages=max(spent.messages),
+        nbytes=max(spent.nbytes),
         data_bytes=data_bytes,
-        cpu_of_rank_0=spent.after.cpu[0] - spent.before.cpu[0],
-        most_cpu=max(spent.most("cpu"), spent.most("table_cpu")),
+        cpu_of_rank_0=spent.cpu[0],
+        most_cpu=max([*spent.cpu, *spent.table_cpu]),
     )
 
 
@@ -247,10 +234,9 @@ def _shares(cost: Cost) -> dict[str, float]:
 def _failure(world: SimulatedWorld, launcher: Launcher, happened: Faults, faults: Sequence[Fault]) -> Failure:
     survivors = [rank for rank in world.ranks if rank.error not in (LOST, KILLED)]
     knew = [world.ends[rank.rank][0] if rank.error else math.inf for rank in survivors if not rank.done]
-    noticed = [when for when, _ in happened.noticed]
     return Failure(
         at=min(fault.at for fault in faults),
-        noticed=min(noticed, default=math.inf),
+        noticed=min(happened.noticed, default=math.inf),
         known=max(knew, default=math.inf),
         cause=launcher.error,
         texts=dict(Counter(rank.error for rank in survivors if rank.error)),

@@ -119,7 +119,7 @@ class Stalls:
                 self._world.ranks[0].node.stop(error, self._process.now)
         if look < math.inf and look != self._timer:
             self._timer = look
-            self._world.clock.at(look, self._process.call, _look)
+            self._world.clock.at(look, self._process.wake)
 
     def _note(self, text: str) -> None:
         self.reports.append(HangReport(self._process.now, text))
@@ -139,7 +139,3 @@ class Stalls:
         take_aside(message, source, self._where[rank.rank], reporter, rank.send)
         if reporter is not None:
             self._count(begun)
-
-
-def _look() -> None:
-    """Make rank 0's process settle."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator
 from pyhvd.negotiation.fusion import plan
-from pyhvd.negotiation.messages import RequestType, Response, iter_bits
+from pyhvd.negotiation.messages import Response, iter_bits
 from pyhvd.simulation.agreement import CoordinatorTable, HostTable, make_trees, slots_for
 from pyhvd.simulation.clock import Clock, SimulatedProcess
-from pyhvd.simulation.data_path import Cost
+from pyhvd.simulation.data_path import Cost, DataPath, Machine
 from pyhvd.simulation.network import Network, Wires
 from pyhvd.simulation.program import Program
 from pyhvd.simulation.ranks import SimulatedBatch, SimulatedRank, batch_of
@@ -20,9 +20,6 @@ from pyhvd.transport.tree import Tree
 
 LINKED_HOSTS = 64
 """Up to so many hosts have links, and agree on cached tensors without messages to rank 0."""
-
-CostOf = Callable[[RequestType, int, int, int, int], Cost]
-"""Returns what a collective costs: its kind, bytes, hosts, ranks of each host, and number of tensors."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,11 @@ class Totals:
     cpu: list[float]
     table_cpu: list[float]
 
+    def since(self, earlier: Totals) -> Totals:
+        """Return what has been done since earlier totals."""
+        pairs = zip(vars(self).values(), vars(earlier).values(), strict=True)
+        return Totals(*([a - b for a, b in zip(now, then, strict=True)] for now, then in pairs))
+
 
 @dataclass
 class SimulatedStep:
@@ -56,8 +58,8 @@ class SimulatedStep:
         The last of them.
     ended : int
         How many ranks have ended the step.
-    first_end, last_end : float
-        When the first and the last rank ended it.
+    last_end : float
+        When the last rank ended it.
     totals : Totals or None
         What had been done until the last rank ended it; None: some ranks have not.
     """
@@ -65,7 +67,6 @@ class SimulatedStep:
     begun_waiting: float = 0.0
     last_waiting: float = 0.0
     ended: int = 0
-    first_end: float = 0.0
     last_end: float = 0.0
     totals: Totals | None = None
 
@@ -88,6 +89,7 @@ class _Open:
     latest: float = 0.0
 
 
+@dataclass(eq=False)
 class SimulatedWorld:
     """The cluster, and what its ranks ask of it.
 
@@ -99,21 +101,17 @@ class SimulatedWorld:
         What the ranks run.
     network : Network
         Connects the hosts.
-    cost_of : callable
-        The data path's model.
-    cpu : float or None
-        See :class:`~pyhvd.simulation.clock.SimulatedProcess`.
-    sharers : float
-        Likewise.
     seed : int
         Of the network's jitter.
+    machine : Machine
+        What a host can do.
     knobs : Config
-        Those of the ranks: the fusion threshold, the cycle time, and the capacity of the response cache.
+        Those of the ranks and of the data path.
+    cpu : float or None
+        See :class:`~pyhvd.simulation.clock.SimulatedProcess`.
 
     Attributes
     ----------
-    knobs : Config
-        As given.
     ranks : list of SimulatedRank
         All ranks.
     steps : list of SimulatedStep
@@ -124,30 +122,27 @@ class SimulatedWorld:
         When, and with which text, ranks ended because of a failure or a stop.
     """
 
-    def __init__(
-        self,
-        hosts: int,
-        local_ranks: int,
-        program: Program,
-        network: Network,
-        cost_of: CostOf,
-        cpu: float | None,
-        sharers: float,
-        seed: int,
-        knobs: Config,
-    ) -> None:
-        self.knobs = knobs
+    hosts: int
+    local_ranks: int
+    program: Program
+    network: Network = field(default_factory=Network)
+    seed: int = 0
+    machine: Machine = field(default_factory=Machine)
+    knobs: Config = field(default_factory=Config)
+    cpu: float | None = None
+
+    def __post_init__(self) -> None:
+        hosts, local_ranks, knobs = self.hosts, self.local_ranks, self.knobs
         capacity = knobs.cache_capacity
-        self.hosts, self.local_ranks, self.size = hosts, local_ranks, hosts * local_ranks
-        self.program, self.network = program, network
+        self.size = hosts * local_ranks
         self.fusion_threshold, self.cycle = knobs.fusion_threshold, knobs.cycle_time_ms / 1e3
         self.clock = Clock()
-        self.wires = Wires(self.clock, network, seed)
+        self.wires = Wires(self.clock, self.network, self.seed)
         self.steps: list[SimulatedStep] = []
         self.runs: list[BatchRun] = []
         self.ends: dict[int, tuple[float, str]] = {}
-        self._cost_of = cost_of
-        self._cpu, self._sharers = cpu, sharers
+        self._cost_of = DataPath(self.network, self.machine, knobs.chunk_size, knobs.staging_size)
+        self._sharers = self.machine.sharers(hosts, local_ranks)
         self._steps_of = [0] * self.size
         self._waits_of = [0] * self.size
         self._open: dict[object, _Open] = {}
@@ -188,7 +183,7 @@ class SimulatedWorld:
 
     def make_process(self, settle: Callable[[], object], *, of_rank: bool = True) -> SimulatedProcess:
         """Return a thread of a simulated process: of a rank, which may share its core, or of the launcher."""
-        return SimulatedProcess(self.clock, self._cpu, settle, self._sharers if of_rank else 1.0)
+        return SimulatedProcess(self.clock, self.cpu, settle, self._sharers if of_rank else 1.0)
 
     def host_of(self, rank: int) -> int:
         """Return a rank's host."""
@@ -220,7 +215,6 @@ class SimulatedWorld:
         step = self._step(self._steps_of[rank])
         self._steps_of[rank] += 1
         step.ended += 1
-        step.first_end = self.clock.now if step.ended == 1 else step.first_end
         step.last_end = self.clock.now
         if step.ended == self.size:
             step.totals = self.totals()

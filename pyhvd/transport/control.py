@@ -21,6 +21,14 @@ class Sending(Protocol):
         """Return whether the message can arrive without further work of this rank."""
 
 
+class Delivered(Sending):
+    """A message that needs no further work of its sender."""
+
+    def gone(self) -> bool:
+        """Return True."""
+        return True
+
+
 class ControlTransport(Protocol):
     """Sends and receives messages. One thread uses it; any thread may call :meth:`wake`.
 

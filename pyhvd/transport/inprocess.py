@@ -23,7 +23,7 @@ import numpy as np
 from pyhvd.arrays import Bytes, address
 from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
-from pyhvd.transport.control import Bell, Message, Sending
+from pyhvd.transport.control import Bell, Delivered, Message, Sending
 from pyhvd.transport.fabric import Aborted, Fabric
 from pyhvd.transport.shm import LINE, NoWindow, Segment, aligned
 from pyhvd.transport.tree import Tree
@@ -64,31 +64,21 @@ class ThreadGroup:
                 f"a rank of this process has ended, or has not reached this call within {self.timeout:g} s"
             ) from exc
 
-    def interrupt(self, note: bytes | None = None) -> None:
-        """Make all waits fail, here and in all subsets; with the note of an abort if there was one."""
+    def abort(self, note: bytes | None = None, rank: int | None = None) -> None:
+        """Make all waits fail, here and in all subsets, or in those of a rank; the first note counts."""
         with self._lock:
             if self._note is None:
                 self._note = note
             note = self._note
-            subsets = [group for groups in self._subsets.values() for group in groups]
-        self._barrier.abort()
-        for group in subsets:
-            group.interrupt(note)
-
-    def abort(self, rank: int, note: bytes) -> None:
-        """Make all waits for a rank fail with its note, here and in its subsets; the first note counts."""
-        with self._lock:
-            if self._note is None:
-                self._note = note
-            subsets = [
-                (ranks.index(rank), group)
+            below = [
+                (group, None if rank is None else ranks.index(rank))
                 for (ranks, _), groups in self._subsets.items()
                 for group in groups
-                if rank in ranks
+                if rank is None or rank in ranks
             ]
         self._barrier.abort()
-        for index, group in subsets:
-            group.abort(index, note)
+        for group, index in below:
+            group.abort(note, index)
 
     def _check(self) -> None:
         if self._note is not None:
@@ -175,7 +165,7 @@ class ThreadFabric:
 
     def abort(self, note: bytes) -> None:
         """Make the other ranks' waits fail with this rank's note."""
-        self._group.abort(self.rank, note)
+        self._group.abort(note, self.rank)
 
     def close(self) -> None:
         """Do nothing: the group ends with its threads."""
@@ -243,17 +233,6 @@ class ThreadBell:
         """Do nothing."""
 
 
-class _Delivered:
-    """A message that is in its receiver's box already."""
-
-    def gone(self) -> bool:
-        """Return True: the message needs no further work of the sender."""
-        return True
-
-
-_DELIVERED = _Delivered()
-
-
 class InProcessTransport:
     """The control transport of one thread.
 
@@ -272,7 +251,7 @@ class InProcessTransport:
         """Deliver a message."""
         self._boxes[destination].append((self.rank, payload))
         self._bell.ring(destination)
-        return _DELIVERED
+        return Delivered()
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived."""
@@ -336,7 +315,7 @@ class ThreadWorlds:
             fabric=ThreadFabric(group, rank),
             connect=lambda bell: InProcessTransport(tree, boxes, bell or ThreadBell(rank, rung)),
             members=_no_communicators,
-            abort=group.interrupt,
+            abort=group.abort,
             threads=True,
             open_window=open_thread_window,
             open_arena=open_thread_arena,
@@ -347,7 +326,7 @@ class ThreadWorlds:
         with self._lock:
             worlds = list(self._worlds)
         for group, _, _ in worlds:
-            group.interrupt()
+            group.abort()
 
 
 def _no_communicators(comm: object) -> tuple[int, ...]:

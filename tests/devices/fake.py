@@ -175,22 +175,21 @@ class FakeDevice:
         sources: Words,
         counts: Words,
         code: Code,
-        wire: Code,
         op: ReduceOp,
         factor: float,
         stream: Stream,
     ) -> None:
         assert buffer % ALIGNMENT == 0
         table = list(zip(offsets.tolist(), sources.tolist(), counts.tolist(), strict=True))
-        item = BY_CODE[wire].itemsize
+        item = BY_CODE[code].itemsize
 
         def run() -> None:
             for offset, source, count in table:
-                out = elements(buffer + offset * item, count, wire)
+                out = elements(buffer + offset * item, count, code)
                 if source:
                     out[:] = scaled(elements(source, count, code), factor, code).astype(out.dtype)
                 else:
-                    out[:] = neutral(op, wire)
+                    out[:] = neutral(op, code)
 
         self._queue(stream, run)
 
@@ -200,18 +199,17 @@ class FakeDevice:
         offsets: Words,
         targets: Words,
         counts: Words,
-        wire: Code,
         code: Code,
         factor: float,
         stream: Stream,
     ) -> None:
         table = list(zip(offsets.tolist(), targets.tolist(), counts.tolist(), strict=True))
-        item = BY_CODE[wire].itemsize
+        item = BY_CODE[code].itemsize
 
         def run() -> None:
             for offset, target, count in table:
                 if target:
-                    values = scaled(elements(buffer + offset * item, count, wire), factor, wire)
+                    values = scaled(elements(buffer + offset * item, count, code), factor, code)
                     out = elements(target, count, code)
                     out[:] = values.astype(out.dtype)
 

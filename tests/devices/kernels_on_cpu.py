@@ -36,7 +36,6 @@ _SHIM = r"""
 struct Dim { int x; };
 static Dim blockIdx, threadIdx;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(8) uint2 { unsigned x, y; };
 #include "pack_kernels.cu"
 
 #define RUN(SUFFIX) \
@@ -77,28 +76,27 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def compiler_of(device: FakeDevice) -> Compile:
     """Return a compiler of kernels whose launches are queued on a fake device."""
 
-    def compile_types(tensor: str, wire: str) -> Launch:
+    def compile_type(name: str) -> Launch:
         with _BUILDING:
-            library = _build(tensor, wire)
+            library = _build(name)
 
-        def launch(name: str, blocks: int, arguments: tuple[Argument, ...], stream: Stream) -> None:
-            function = library[f"run_{name}"]
+        def launch(kernel: str, blocks: int, arguments: tuple[Argument, ...], stream: Stream) -> None:
+            function = library[f"run_{kernel}"]
             function.restype = None
             function.argtypes = (ctypes.c_int, *(_TYPES[type(value)] for value in arguments))
             device.call(lambda: function(blocks, *(value.item() for value in arguments)), stream)
 
         return launch
 
-    return compile_types
+    return compile_type
 
 
 @functools.cache
-def _build(tensor: str, wire: str) -> ctypes.CDLL:
+def _build(name: str) -> ctypes.CDLL:
     folder = Path(_folder().name)
-    source, library = folder / f"{tensor}-{wire}.cpp", folder / f"{tensor}-{wire}.so"
+    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(_SHIM)
-    types = (f"-DPYHVD_TENSOR={tensor}", f"-DPYHVD_WIRE={wire}")
-    command = ["g++", *_FLAGS, f"-I{SOURCE.parent}", *types, str(source), "-o", str(library)]
+    command = ["g++", *_FLAGS, f"-I{SOURCE.parent}", f"-DPYHVD_TYPE={name}", str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     loaded = ctypes.CDLL(str(library))

@@ -10,7 +10,7 @@ import numpy as np
 
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_init import open_nccl
-from pyhvd.devices.base import DeviceView, Stream
+from pyhvd.devices.base import DeviceContext, DeviceView, Stream
 from pyhvd.dtypes import Code
 from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
 from tests.devices.fake import FakeArray, FakeLibrary, dtype_of
@@ -43,9 +43,8 @@ class Rank:
         fabric = ThreadFabric(group, rank)
         library = nccl.rank(self.device)
         self.by_host = ByHost()
-        self.nccl: NcclBackend = open_nccl(
-            fabric, self.device, self.stream, self.device, library, lambda: self.by_host, timeout
-        )
+        context = DeviceContext(self.device, self.stream, self.device)
+        self.nccl: NcclBackend = open_nccl(fabric, context, library, lambda: self.by_host, timeout)
 
     def array(self, values: Any, shift: int = 0) -> DeviceView:
         """Put values on the device, ``shift`` elements after a multiple of 256 bytes."""

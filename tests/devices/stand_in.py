@@ -119,9 +119,9 @@ def _raw_module(device: FakeDevice) -> Any:
 
         def __init__(self, *, code: str, options: tuple[str, ...]) -> None:
             assert code == SOURCE.read_text()
-            assert options[0] == "--std=c++14"
-            types_of = dict(option.removeprefix("-DPYHVD_").split("=") for option in options[1:])
-            self._launch = compiler_of(device)(types_of["TENSOR"], types_of["WIRE"])
+            standard, defined = options
+            assert standard == "--std=c++14"
+            self._launch = compiler_of(device)(defined.removeprefix("-DPYHVD_TYPE="))
 
         def get_function(self, name: str) -> Any:
             def call(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:

@@ -11,15 +11,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pyhvd.backends.gpu import nccl_bindings
-from pyhvd.devices.packing import kernel_types
-from pyhvd.dtypes import Code
+from pyhvd.devices.packing import kernel_type
+from pyhvd.dtypes import BY_CODE, Code
 from tests.devices.kernels_on_cpu import SOURCE
 
 PACKAGE = Path(nccl_bindings.__file__).resolve().parents[2]
@@ -39,14 +38,14 @@ needs_nvrtc = pytest.mark.skipif(
 needs_cupy = pytest.mark.skipif(missing("cupy"), reason="no cupy-cuda12x: make test-gpu-build")
 
 
-def types_of(code: Code, wire: Code, factor: float) -> tuple[str, str] | None:
-    try:
-        return kernel_types(code, wire, factor)
-    except ValueError:
-        return None
-
-
-IN_USE = sorted({types for case in product(Code, Code, (1.0, 2.0)) if (types := types_of(*case))})
+IN_USE = sorted(
+    {
+        kernel_type(code, factor)
+        for code in Code
+        for factor in (1.0, 2.0)
+        if factor == 1.0 or BY_CODE[code].scalable
+    }
+)
 
 
 # -- the kernels, by NVRTC -----------------------------------------------------------------------------
@@ -59,11 +58,10 @@ def nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def compile_with(nvrtc: ctypes.CDLL, types: tuple[str, str], architecture: int) -> tuple[int, str]:
+def compile_with(nvrtc: ctypes.CDLL, name: str, architecture: int) -> tuple[int, str]:
     """Compile by NVRTC; return its status and its messages, with the warnings."""
-    defined = [f"-DPYHVD_{side}={name}" for side, name in zip(("TENSOR", "WIRE"), types, strict=True)]
     # CuPy adds -ftz=true itself.
-    texts = ["--std=c++14", "-ftz=true", f"--gpu-architecture=sm_{architecture}", *defined]
+    texts = ["--std=c++14", "-ftz=true", f"--gpu-architecture=sm_{architecture}", f"-DPYHVD_TYPE={name}"]
     options = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), SOURCE.read_bytes(), b"pack_kernels.cu", 0, None, None)
@@ -80,30 +78,9 @@ def compile_with(nvrtc: ctypes.CDLL, types: tuple[str, str], architecture: int) 
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", [70, 80, 90])
-@pytest.mark.parametrize("types", IN_USE, ids="-".join)
-def test_kernels_compile_without_a_warning(
-    nvrtc: ctypes.CDLL, types: tuple[str, str], architecture: int
-) -> None:
-    assert compile_with(nvrtc, types, architecture) == (0, "")
-
-
-SMALL_ON_LARGE = list(product((Code.UINT8, Code.INT8), (Code.UINT64, Code.INT64, Code.FLOAT64)))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(("code", "wire"), SMALL_ON_LARGE)
-def test_the_source_says_which_types_it_has_no_kernel_for(nvrtc: ctypes.CDLL, code: Code, wire: Code) -> None:
-    status, log = compile_with(nvrtc, (code.name, wire.name), 80)
-    assert status
-    assert "tensors of 1-byte elements do not go into a buffer of 8-byte elements" in log
-
-
-@pytest.mark.parametrize(("code", "wire"), SMALL_ON_LARGE)
-def test_those_types_are_refused_by_name(code: Code, wire: Code) -> None:
-    text = f"no kernel casts {code.name.lower()} to {wire.name.lower()}: only floats are cast"
-    for factor in (1.0, 2.0):
-        with pytest.raises(ValueError, match=f"^{text}$"):
-            kernel_types(code, wire, factor)
+@pytest.mark.parametrize("name", IN_USE)
+def test_kernels_compile_without_a_warning(nvrtc: ctypes.CDLL, name: str, architecture: int) -> None:
+    assert compile_with(nvrtc, name, architecture) == (0, "")
 
 
 # -- names of CuPy and of its nccl module ----------------------------------------------------------------

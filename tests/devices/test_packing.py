@@ -17,7 +17,7 @@ from pyhvd import _fusion
 from pyhvd.arrays import address
 from pyhvd.devices import pack_plan, packing
 from pyhvd.devices.pack_plan import ALIGNMENT, EACH, LARGE, THREADS, lay_out, make_tiles
-from pyhvd.devices.packing import KernelPacker, kernel_types
+from pyhvd.devices.packing import KernelPacker, kernel_type
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from tests.devices.fake import FakeDevice, FakeEvent
 from tests.devices.kernels_on_cpu import SOURCE, compiler_of, needs_compiler
@@ -26,8 +26,6 @@ Array = np.ndarray[Any, Any]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {code: BF16 if code is Code.BFLOAT16 else np.dtype(BY_CODE[code].name) for code in Code}
-FLOATS = (Code.FLOAT16, Code.BFLOAT16, Code.FLOAT32, Code.FLOAT64)
-CASTS = [(code, wire) for code in FLOATS for wire in FLOATS if code != wire]
 SCALED = [code for code in Code if BY_CODE[code].scalable]
 GUARD = 0xA5
 """The bytes around tensors and buffers, which must not change."""
@@ -73,14 +71,13 @@ def finish(device: FakeDevice) -> None:
 
 
 class Packed:
-    """Tensors of the given counts, which the kernels pack into a buffer of dtype ``wire``."""
+    """Tensors of the given counts, which the kernels pack into a buffer."""
 
     def __init__(
         self,
         values: Sequence[Array | None],
         counts: Sequence[int],
         code: Code,
-        wire: Code,
         *,
         factor: float = 1.0,
         op: ReduceOp = ReduceOp.SUM,
@@ -88,14 +85,14 @@ class Packed:
     ) -> None:
         self.device = FakeDevice(seed=len(counts))
         self.packer = KernelPacker(self.device, compiler_of(self.device))
-        self.code, self.wire = code, wire
+        self.code = code
         self.counts = words(counts)
-        self.offsets, self.total = lay_out(counts, BY_CODE[wire].itemsize)
+        self.offsets, self.total = lay_out(counts, BY_CODE[code].itemsize)
         shifts = shifts or [0] * len(counts)
         self.tensors = [v if v is None else tensor(v, s) for v, s in zip(values, shifts, strict=True)]
-        self.memory = aligned_bytes(self.total * BY_CODE[wire].itemsize)
+        self.memory = aligned_bytes(self.total * BY_CODE[code].itemsize)
         self.packer.pack(
-            address(self.memory), self.offsets, self._addresses(), self.counts, code, wire, op, factor, 0
+            address(self.memory), self.offsets, self._addresses(), self.counts, code, op, factor, 0
         )
         finish(self.device)
         assert guards_hold(self.memory)
@@ -106,13 +103,13 @@ class Packed:
     @property
     def parts(self) -> list[Array]:
         """The part of the buffer of each tensor."""
-        buffer = self.memory.view(DTYPES[self.wire])
+        buffer = self.memory.view(DTYPES[self.code])
         return [buffer[o : o + n] for o, n in zip(self.offsets, self.counts, strict=True)]
 
     def gaps(self) -> Array:
         """Return the buffer's bytes that belong to no tensor."""
         mine = np.zeros(self.memory.nbytes, bool)
-        item = BY_CODE[self.wire].itemsize
+        item = BY_CODE[self.code].itemsize
         for offset, count in zip(self.offsets, self.counts, strict=True):
             mine[offset * item : (offset + count) * item] = True
         return self.memory[~mine]
@@ -124,7 +121,6 @@ class Packed:
             self.offsets,
             self._addresses(),
             self.counts,
-            self.wire,
             self.code,
             factor,
             0,
@@ -155,12 +151,6 @@ def scaled(values: Array, code: Code, factor: float) -> Array:
     return out
 
 
-def cast(values: Array, code: Code, to: Code) -> Array:
-    out = np.empty(len(values), DTYPES[to])
-    _fusion.cast(address(out), to, address(values), code, len(values))
-    return out
-
-
 tensors = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 3)), min_size=1, max_size=30)
 
 
@@ -169,7 +159,7 @@ tensors = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 3)), min_size=1
 def test_bits_go_in_and_out_as_they_are(code: Code) -> None:
     counts = [1, 0, 7, 64, 1000, 3, 8192, 15, 2]
     values = [bits(code, n, i) for i, n in enumerate(counts)]
-    packed = Packed(values, counts, code, code, shifts=[0, 1, 0, 1, 2, 3, 0, 1, 0])
+    packed = Packed(values, counts, code, shifts=[0, 1, 0, 1, 2, 3, 0, 1, 0])
     for part, value in zip(packed.parts, values, strict=True):
         same_bits(part, value)
     assert not packed.gaps().any()
@@ -189,7 +179,7 @@ def test_any_tensors_anywhere(tensors: list[tuple[int, int]], data: st.DataObjec
     counts, shifts = [n for n, _ in tensors], [s for _, s in tensors]
     joined = data.draw(st.sets(st.integers(0, len(counts) - 1)))
     values = [None if i in joined else bits(Code.INT32, n, i) for i, n in enumerate(counts)]
-    packed = Packed(values, counts, Code.INT32, Code.INT32, op=ReduceOp.MIN, shifts=shifts)
+    packed = Packed(values, counts, Code.INT32, op=ReduceOp.MIN, shifts=shifts)
     for part, value, count in zip(packed.parts, values, counts, strict=True):
         same_bits(part, np.full(count, np.iinfo(np.int32).max, np.int32) if value is None else value)
     packed.memory.view(np.int32)[:] += 1
@@ -205,7 +195,7 @@ def test_any_tensors_anywhere(tensors: list[tuple[int, int]], data: st.DataObjec
 def test_factors_act_as_in_the_kernels_of_the_host(code: Code, factor: float) -> None:
     counts = [33, 500, 4]
     values = [bits(code, n, i) for i, n in enumerate(counts)]
-    packed = Packed(values, counts, code, code, factor=factor, shifts=[0, 1, 0])
+    packed = Packed(values, counts, code, factor=factor, shifts=[0, 1, 0])
     with np.errstate(all="ignore"):
         for part, value in zip(packed.parts, values, strict=True):
             same_numbers(part, scaled(value, code, factor))
@@ -217,42 +207,13 @@ def test_factors_act_as_in_the_kernels_of_the_host(code: Code, factor: float) ->
 
 
 @needs_compiler
-@pytest.mark.parametrize(("code", "wire"), CASTS, ids=lambda code: code.name)
-def test_casts_round_as_in_the_kernels_of_the_host(code: Code, wire: Code) -> None:
-    counts = [5, 4099, 64]
-    values = [bits(code, n, i) for i, n in enumerate(counts)]
-    if code not in (Code.FLOAT16, Code.BFLOAT16):  # random bits mostly exceed a narrower type's range
-        values[1][::2] = np.random.default_rng(5).normal(size=2050).astype(DTYPES[code])
-    packed = Packed(values, counts, code, wire, shifts=[0, 1, 0])
-    for part, value in zip(packed.parts, values, strict=True):
-        same_numbers(part, cast(value, code, wire))
-    before = [part.copy() for part in packed.parts]
-    packed.unpack()
-    for each, part in zip(packed.tensors, before, strict=True):
-        assert each is not None
-        same_numbers(each, cast(part, wire, code))
-
-
-@needs_compiler
 @pytest.mark.parametrize("half", [Code.FLOAT16, Code.BFLOAT16], ids=lambda code: code.name)
-def test_every_16_bit_float_and_every_tie_between_two(half: Code) -> None:
+@pytest.mark.parametrize("factor", [0.5, 1.5, 1 / 3, 1025 / 1024])  # some products are ties
+def test_every_16_bit_float_is_rounded_as_on_the_host(half: Code, factor: float) -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[half])
-    (wide,) = Packed([every], [1 << 16], half, Code.FLOAT32).parts
-    same_numbers(wide, cast(every, half, Code.FLOAT32))
-    near = wide.view(np.uint32)[:, None] + np.array(
-        [0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001], np.uint32
-    )
-    floats = near.reshape(-1).view(np.float32)
-    (narrow,) = Packed([floats], [len(floats)], Code.FLOAT32, half).parts
-    same_numbers(narrow, cast(floats, Code.FLOAT32, half))
-
-
-@needs_compiler
-def test_a_product_is_rounded_once_when_it_is_cast() -> None:
-    values = bits(Code.FLOAT16, 1000, 1)
-    (part,) = Packed([values], [1000], Code.FLOAT16, Code.FLOAT32, factor=1 / 3).parts
+    (got,) = Packed([every], [1 << 16], half, factor=factor).parts
     with np.errstate(all="ignore"):
-        same_numbers(part, values.astype(np.float32) * np.float32(1 / 3))
+        same_numbers(got, scaled(every, half, factor))
 
 
 @needs_compiler
@@ -262,7 +223,7 @@ def test_a_product_is_rounded_once_when_it_is_cast() -> None:
     ids=lambda value: value.name,
 )
 def test_a_missing_tensor_is_neutral(code: Code, op: ReduceOp) -> None:
-    packed = Packed([None, bits(code, 3, 1), None], [9, 3, 70], code, code, op=op)
+    packed = Packed([None, bits(code, 3, 1), None], [9, 3, 70], code, op=op)
     for part, count in ((packed.parts[0], 9), (packed.parts[2], 70)):
         want = np.empty(count, DTYPES[code])
         _fusion.fill(address(want), count, code, op)
@@ -275,7 +236,7 @@ def test_large_tensors_take_the_short_way() -> None:
     """Each thread has several vectors; the second tensor is misaligned, and the third is small."""
     counts = [4 * LARGE, 4 * LARGE // 2, 10]
     values = [bits(Code.FLOAT32, n, i) for i, n in enumerate(counts)]
-    packed = Packed(values, counts, Code.FLOAT32, Code.FLOAT32, shifts=[0, 1, 0])
+    packed = Packed(values, counts, Code.FLOAT32, shifts=[0, 1, 0])
     for part, value in zip(packed.parts, values, strict=True):
         same_bits(part, value)
     packed.memory.view(np.uint32)[:] ^= 1
@@ -294,7 +255,7 @@ def test_blocks_of_ranks_with_gaps_between_them() -> None:
     values = [bits(Code.FLOAT32, n, n) for n in (5, 100, 1)]
     offsets, counts = words([8, 512, 2048]), words([5, 100, 1])
     addresses = words([address(value) for value in values])
-    packer.pack(address(memory), offsets, addresses, counts, Code.FLOAT32, Code.FLOAT32, ReduceOp.SUM, 1.0, 0)
+    packer.pack(address(memory), offsets, addresses, counts, Code.FLOAT32, ReduceOp.SUM, 1.0, 0)
     finish(device)
     buffer = memory.view(np.float32)
     assert (memory[:32] == GUARD).all()
@@ -331,12 +292,12 @@ def test_many_vectors_are_several_for_each_thread() -> None:
 
 
 def test_nothing_is_launched_for_empty_tensors() -> None:
-    def never(tensor: str, wire: str) -> packing.Launch:
+    def never(name: str) -> packing.Launch:
         raise AssertionError
 
     packer = KernelPacker(FakeDevice(), never)
     none = words([0, 0]), words([0, 64]), words([0, 0])
-    packer.pack(0, *none, Code.FLOAT32, Code.FLOAT32, ReduceOp.SUM, 1.0, 0)
+    packer.pack(0, *none, Code.FLOAT32, ReduceOp.SUM, 1.0, 0)
 
 
 class LateDevice(FakeDevice):
@@ -359,13 +320,13 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
     device = LateDevice()
     launched: list[str] = []
 
-    def compile_nothing(tensor: str, wire: str) -> packing.Launch:
+    def compile_nothing(name: str) -> packing.Launch:
         return lambda name, blocks, arguments, stream: launched.append(name)
 
     packer = KernelPacker(device, compile_nothing)
 
     def unpack() -> None:
-        packer.unpack(0, words([0]), words([64]), words([3]), Code.FLOAT32, Code.FLOAT32, 1.0, 0)
+        packer.unpack(0, words([0]), words([64]), words([3]), Code.FLOAT32, 1.0, 0)
 
     unpack()
     unpack()
@@ -386,34 +347,16 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
     assert launched == ["pyhvd_unpack_small"] * (2 * packing.KEPT_TABLES + 7)
 
 
-@pytest.mark.parametrize(
-    ("code", "wire", "factor", "text"),
-    [
-        (Code.INT32, Code.FLOAT32, 1.0, "no kernel casts int32 to float32: only floats are cast"),
-        (
-            Code.COMPLEX64,
-            Code.COMPLEX128,
-            1.0,
-            "no kernel casts complex64 to complex128: only floats are cast",
-        ),
-        (Code.BOOL, Code.BOOL, 2.0, "bool cannot be multiplied by 2.0"),
-    ],
-)
-def test_what_no_kernel_does_is_refused(code: Code, wire: Code, factor: float, text: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        kernel_types(code, wire, factor)
-    assert str(caught.value) == text
+def test_a_dtype_without_arithmetic_is_not_scaled() -> None:
+    with pytest.raises(ValueError, match=r"^bool cannot be multiplied by 2\.0$"):
+        kernel_type(Code.BOOL, 2.0)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc to compile the kernels for GPUs")
-@pytest.mark.parametrize(
-    ("tensor", "wire"),
-    [("FLOAT32", "FLOAT32"), ("FLOAT32", "FLOAT64"), ("FLOAT64", "FLOAT16"), ("BFLOAT16",) * 2],
-)
-def test_subnormals_survive_a_compiler_that_flushes_them(tmp_path: Path, tensor: str, wire: str) -> None:
+@pytest.mark.parametrize("name", ["FLOAT16", "BFLOAT16", "FLOAT32", "FLOAT64"])
+def test_subnormals_survive_a_compiler_that_flushes_them(tmp_path: Path, name: str) -> None:
     target = tmp_path / "kernels.ptx"
-    types = (f"-DPYHVD_TENSOR={tensor}", f"-DPYHVD_WIRE={wire}")
-    flags = ("-x", "cu", "-ptx", "-ftz=true", "--std=c++14", *types)
+    flags = ("-x", "cu", "-ptx", "-ftz=true", "--std=c++14", f"-DPYHVD_TYPE={name}")
     command = ["nvcc", *flags, str(SOURCE), "-o", str(target)]
     subprocess.run(command, check=True, timeout=100, capture_output=True)
     assert ".ftz" not in target.read_text()

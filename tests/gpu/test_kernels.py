@@ -13,11 +13,9 @@ from pyhvd.arrays import address
 from pyhvd.devices.pack_plan import lay_out
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from tests.devices.test_packing import (
-    CASTS,
     DTYPES,
     SCALED,
     bits,
-    cast,
     same_bits,
     same_numbers,
     scaled,
@@ -35,7 +33,6 @@ class OnGpu:
         values: Sequence[Array | None],
         counts: Sequence[int],
         code: Code,
-        wire: Code,
         *,
         factor: float = 1.0,
         op: ReduceOp = ReduceOp.SUM,
@@ -49,8 +46,8 @@ class OnGpu:
         self.stream = self.device.make_stream()
         self.packer = self.device.packer()
         assert self.packer is not None, "NVRTC is not found"
-        self.code, self.wire, self.counts = code, wire, words(counts)
-        self.offsets, total = lay_out(counts, BY_CODE[wire].itemsize)
+        self.code, self.counts = code, words(counts)
+        self.offsets, total = lay_out(counts, BY_CODE[code].itemsize)
         item = BY_CODE[code].itemsize
         shifts = shifts or [0] * len(counts)
         self.held: list[Any] = []
@@ -64,7 +61,7 @@ class OnGpu:
             self.held.append(part)
             ptrs.append(0 if value is None else int(held.data.ptr) + shift * item)
         self.ptrs = words(ptrs)
-        self.buffer = cupy.full(total * BY_CODE[wire].itemsize + 1, 0xA5, np.uint8)
+        self.buffer = cupy.full(total * BY_CODE[code].itemsize + 1, 0xA5, np.uint8)
         cupy.cuda.Device().synchronize()
         self.packer.pack(
             int(self.buffer.data.ptr),
@@ -72,7 +69,6 @@ class OnGpu:
             self.ptrs,
             self.counts,
             code,
-            wire,
             op,
             factor,
             self.stream,
@@ -88,7 +84,7 @@ class OnGpu:
     def parts(self) -> list[Array]:
         buffer = self.buffer.get()
         assert buffer[-1] == 0xA5
-        whole = buffer[:-1].view(DTYPES[self.wire])
+        whole = buffer[:-1].view(DTYPES[self.code])
         return [whole[o : o + n] for o, n in zip(self.offsets, self.counts, strict=True)]
 
     def unpack(self, factor: float = 1.0) -> list[Array]:
@@ -98,7 +94,6 @@ class OnGpu:
             self.offsets,
             self.ptrs,
             self.counts,
-            self.wire,
             self.code,
             factor,
             self.stream,
@@ -113,7 +108,7 @@ def test_bits_go_in_and_out_as_they_are(code: Code) -> None:
 
     counts = [1, 0, 7, 64, 1000, 3, 300_000, 15, 2]
     values = [bits(code, n, i) for i, n in enumerate(counts)]
-    packed = OnGpu(values, counts, code, code, shifts=[0, 1, 0, 1, 2, 3, 0, 1, 0])
+    packed = OnGpu(values, counts, code, shifts=[0, 1, 0, 1, 2, 3, 0, 1, 0])
     for part, value in zip(packed.parts, values, strict=True):
         same_bits(part, value)
     for held in packed.held:
@@ -128,7 +123,7 @@ def test_bits_go_in_and_out_as_they_are(code: Code) -> None:
 def test_factors_act_as_on_the_host(code: Code, factor: float) -> None:
     counts = [33, 5000, 4]
     values = [bits(code, n, i) for i, n in enumerate(counts)]
-    packed = OnGpu(values, counts, code, code, factor=factor, shifts=[0, 1, 0])
+    packed = OnGpu(values, counts, code, factor=factor, shifts=[0, 1, 0])
     parts = packed.parts
     with np.errstate(all="ignore"):
         for part, value in zip(parts, values, strict=True):
@@ -137,22 +132,10 @@ def test_factors_act_as_on_the_host(code: Code, factor: float) -> None:
             same_numbers(got, scaled(part, code, factor))
 
 
-@pytest.mark.parametrize(("code", "wire"), CASTS, ids=lambda code: code.name)
-def test_casts_round_as_on_the_host(code: Code, wire: Code) -> None:
-    counts = [5, 70_000, 64]
-    values = [bits(code, n, i) for i, n in enumerate(counts)]
-    packed = OnGpu(values, counts, code, wire, shifts=[0, 1, 0])
-    parts = packed.parts
-    for part, value in zip(parts, values, strict=True):
-        same_numbers(part, cast(value, code, wire))
-    for got, part in zip(packed.unpack(), parts, strict=True):
-        same_numbers(got, cast(part, wire, code))
-
-
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
 @pytest.mark.parametrize("code", [Code.FLOAT16, Code.FLOAT32, Code.INT64, Code.UINT8])
 def test_a_missing_tensor_is_neutral(code: Code, op: ReduceOp) -> None:
-    packed = OnGpu([None, bits(code, 3, 1), None], [9, 3, 70], code, code, op=op)
+    packed = OnGpu([None, bits(code, 3, 1), None], [9, 3, 70], code, op=op)
     for part, count in ((packed.parts[0], 9), (packed.parts[2], 70)):
         want = np.empty(count, DTYPES[code])
         _fusion.fill(address(want), count, code, op)
@@ -162,7 +145,7 @@ def test_a_missing_tensor_is_neutral(code: Code, op: ReduceOp) -> None:
 def test_large_tensors() -> None:
     counts = [20_000_000, 9_000_001, 10]
     values = [bits(Code.FLOAT32, n, i) for i, n in enumerate(counts)]
-    packed = OnGpu(values, counts, Code.FLOAT32, Code.FLOAT32, shifts=[0, 1, 0])
+    packed = OnGpu(values, counts, Code.FLOAT32, shifts=[0, 1, 0])
     for part, value in zip(packed.parts, values, strict=True):
         same_bits(part, value)
     for got, value in zip(packed.unpack(), values, strict=True):

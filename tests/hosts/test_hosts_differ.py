@@ -66,7 +66,7 @@ def check_hosts_by_ipv6() -> None:
 def check_the_carrier(name: str) -> None:
     """Check what carries the bytes of all ranks."""
     hvd.init()
-    assert current().runtime._executor._backends[0].name == name
+    assert current().runtime._executor.backends[0].name == name
     hvd.barrier()  # the first rank to return shuts the others down
 
 

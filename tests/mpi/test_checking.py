@@ -47,7 +47,7 @@ def hvd_backend() -> HostBackend:
     """This rank's backend of all ranks."""
     from pyhvd.engine import context
 
-    return context.current().runtime._executor._backends[0]
+    return context.current().runtime._executor.backends[0]
 
 
 def corrupt(backend: Any) -> None:

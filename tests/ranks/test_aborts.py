@@ -130,7 +130,7 @@ def test_an_engine_that_breaks_while_the_others_are_in_its_batch(
     abort = Executor.abort
 
     def comes_late(self: Executor, info: ErrorInfo) -> None:
-        if info.rank != self._rank:
+        if info.rank != self.where.rank:
             time.sleep(late)
         abort(self, info)
 
@@ -295,7 +295,7 @@ def test_an_abort_that_fails_leaves_no_other_set_waiting() -> None:
             aborted.append(9)
 
     executor: Any = Executor.__new__(Executor)
-    executor._backends, executor._devices = {0: Set(0), 1: Set(1)}, Devices()
+    executor.backends, executor._devices = {0: Set(0), 1: Set(1)}, Devices()
     with pytest.raises(OSError, match="gone"):
         executor.abort(ErrorInfo(0, "rank 1 failed", 1))
     assert aborted == [0, 1, 9]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from pyhvd.backends.gpu import nccl_init, select
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_init import open_nccl
 from pyhvd.devices import array_libraries
+from pyhvd.devices.base import DeviceContext
 from pyhvd.testing import RanksFailed, run_ranks
 from pyhvd.transport.fabric import Fabric
 from tests.conformance.oracle import rows, same
@@ -29,9 +30,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
     monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
 
-    def open_peer(fabric: Fabric, device: PeerDevice, *rest: Any) -> NcclBackend:
-        stream, packer, whole, by_host = rest
-        return open_nccl(fabric, device, stream, packer, whole.rank(device), by_host)
+    def open_peer(fabric: Fabric, context: DeviceContext, whole: FakeNccl, by_host: Any) -> NcclBackend:
+        return open_nccl(fabric, context, whole.rank(cast(PeerDevice, context.device)), by_host)
 
     for module in (nccl_init, select):
         monkeypatch.setattr(module, "load_library", lambda: library)

@@ -64,7 +64,7 @@ def test_collectives_and_sets_over_several_hosts(hosts: list[int]) -> None:
 def test_sets_of_several_hosts_have_links() -> None:
     def rank() -> list[str]:
         sets = [0, *(hvd.add_process_set(ranks).process_set_id or 0 for ranks in ([0, 1], [1, 2]))]
-        backends = current().runtime._executor._backends
+        backends = current().runtime._executor.backends
         names = [backends[each].name for each in sets if each in backends]
         hvd.barrier()
         return names
@@ -378,7 +378,7 @@ def test_a_broken_rail_fails_the_cached_calls(hosts: list[int]) -> None:
         for step in range(100_000):
             hvd.allreduce(np.ones(400), name="x", op=hvd.Sum)  # too large to travel without the rails
             if step == 20 and hvd.rank() == last:
-                fabric = cast(Any, current().runtime._executor._backends[0].fabric)
+                fabric = cast(Any, current().runtime._executor.backends[0].fabric)
                 for peer in [each for rail in fabric._links.rails for each in rail if each is not None]:
                     peer.shutdown(socket.SHUT_RDWR)
 
@@ -424,7 +424,7 @@ def vanish() -> int:
 
     The GIL is kept meanwhile: otherwise a neighbour might end too, and be reported to the next one.
     """
-    links = cast(Any, current().runtime)._executor._backends[0].fabric._links
+    links = cast(Any, current().runtime)._executor.backends[0].fabric._links
     fds = [peer.fileno() for peer in links.agreement if peer is not None]
     keeps_gil = ctypes.PyDLL(None)
     assert not any(keeps_gil.shutdown(fd, socket.SHUT_WR) for fd in fds)

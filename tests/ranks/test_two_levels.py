@@ -28,7 +28,7 @@ SIZES = (1, 2, 5, 1000, 16_384, 100_001)  # below and above what a rail reduces 
 
 
 def backend() -> HostBackend:
-    found: HostBackend = current().runtime._executor._backends[0]
+    found: HostBackend = current().runtime._executor.backends[0]
     return found
 
 

@@ -26,16 +26,7 @@ import numpy as np
 
 from pyhvd.backends.gpu.nccl_bindings import Library, Terms, reduction
 from pyhvd.backends.host import rows_of
-from pyhvd.devices.base import (
-    Device,
-    DeviceBackend,
-    DeviceView,
-    DeviceViews,
-    Memory,
-    Packer,
-    Span,
-    Stream,
-)
+from pyhvd.devices.base import DeviceBackend, DeviceContext, DeviceView, DeviceViews, Memory, Span
 from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
 from pyhvd.dtypes import Code, ReduceSpec
 from pyhvd.errors import TransportError
@@ -56,12 +47,8 @@ class NcclBackend:
         Owned.
     rank, size : int
         This set rank, and the number of ranks.
-    device : Device
-        This rank's device.
-    stream : Stream
-        The communication stream.
-    packer : Packer
-        Moves many tensors by one kernel.
+    context : DeviceContext
+        This rank's device, which has a packer.
     library : Library
         NCCL.
     by_host : callable
@@ -75,16 +62,14 @@ class NcclBackend:
         communicator: Any,
         rank: int,
         size: int,
-        device: Device,
-        stream: Stream,
-        packer: Packer,
+        context: DeviceContext,
         library: Library,
         by_host: Callable[[], DeviceBackend],
     ) -> None:
-        self.rank, self.size, self.stream = rank, size, stream
+        assert context.packer is not None  # usable_version() raises an error for a device without a packer
+        self.rank, self.size, self.stream = rank, size, context.stream
         self._comm = communicator
-        self._device = device
-        self._packer = packer
+        self._device, self._packer = context.device, context.packer
         self._library = library
         self._byte = library.NCCL_UINT8
         self._buffer: Memory | None = None
@@ -344,19 +329,19 @@ class NcclBackend:
         """Multiply by unpacking a buffer of one tensor: packing would write beyond its last element."""
         if factor != 1.0:
             one = np.zeros(1, np.int64), np.array([target], np.int64), np.array([count], np.int64)
-            self._packer.unpack(source, *one, code, code, factor, self.stream)
+            self._packer.unpack(source, *one, code, factor, self.stream)
 
     def _pack(
         self, buffer: int, offsets: Words, ptrs: Words, counts: Words | Sequence[int], spec: ReduceSpec
     ) -> None:
         numbers, code = np.asarray(counts, np.int64), spec.info.code
-        self._packer.pack(buffer, offsets, ptrs, numbers, code, code, spec.op, spec.prescale, self.stream)
+        self._packer.pack(buffer, offsets, ptrs, numbers, code, spec.op, spec.prescale, self.stream)
 
     def _unpack(
         self, buffer: int, offsets: Words, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         ptrs, numbers, code = _addresses(targets), np.array(counts, np.int64), spec.info.code
-        self._packer.unpack(buffer, offsets, ptrs, numbers, code, code, spec.postscale, self.stream)
+        self._packer.unpack(buffer, offsets, ptrs, numbers, code, spec.postscale, self.stream)
 
 
 def _addresses(views: DeviceViews) -> Words:

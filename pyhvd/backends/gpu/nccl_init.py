@@ -14,7 +14,7 @@ import msgspec
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
 from pyhvd.common.text import list_some
-from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
+from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
 from pyhvd.transport.fabric import Fabric, allgather_bytes
 
 CONNECT_S = 120.0
@@ -46,9 +46,7 @@ def usable_version(device: Device) -> str:
 
 def open_nccl(
     fabric: Fabric,
-    device: Device,
-    stream: Stream,
-    packer: Packer,
+    context: DeviceContext,
     library: Library,
     by_host: Callable[[], DeviceBackend],
     timeout: float = CONNECT_S,
@@ -59,7 +57,7 @@ def open_nccl(
     ----------
     fabric : Fabric
         Reaches the set's ranks; not owned. Rank 0 broadcasts the communicator's id over it.
-    device, stream, packer, library, by_host
+    context, library, by_host
         As for :class:`NcclBackend`.
     timeout : float
         Time limit in seconds.
@@ -75,7 +73,7 @@ def open_nccl(
     comm: Any = None
     error = ""
     try:
-        comm = _connect(library, device, fabric.size, made, fabric.rank, timeout)
+        comm = _connect(library, context.device, fabric.size, made, fabric.rank, timeout)
     except Exception as exc:
         error = _text_of(exc)
     texts = [text.decode() for text in allgather_bytes(fabric, error.encode())]
@@ -84,7 +82,7 @@ def open_nccl(
             comm.abort()
         said = [f"rank {r} of the set: {text}" for r, text in enumerate(texts) if text]
         raise Refused(list_some(said, "; "))
-    return NcclBackend(comm, fabric.rank, fabric.size, device, stream, packer, library, by_host)
+    return NcclBackend(comm, fabric.rank, fabric.size, context, library, by_host)
 
 
 def _broadcast_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] | str:

@@ -14,7 +14,7 @@ from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.host_id import boot_id
 from pyhvd.common.text import describe_ranks, list_some
-from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
+from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
 from pyhvd.transport.fabric import allgather_bytes
 
 _log = logging.getLogger("pyhvd")
@@ -41,22 +41,19 @@ class RankDevice(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-def open_backend(
-    host: HostBackend, device: Device, stream: Stream, packer: Packer | None, members: Sequence[int]
-) -> DeviceBackend:
+def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[int]) -> DeviceBackend:
     """Return a process set's backend for arrays on devices; collective over the set.
 
     Set rank 0 logs the choice and, if it is not NCCL, the reason. ``host`` is the set's backend for arrays in
     host memory; ``members`` are the set's global ranks.
     """
-    mine = msgspec.msgpack.encode(_describe(device))
+    mine = msgspec.msgpack.encode(_describe(context.device))
     ranks = [msgspec.msgpack.decode(data, type=RankDevice) for data in allgather_bytes(host.fabric, mine)]
-    by_host = partial(StagedBackend, host, device, stream, packer)
+    by_host = partial(StagedBackend, host, context)
     reason = why_not_nccl(ranks, members)
     if not reason:
-        assert packer is not None  # usable_version() raises an error for a device without a packer
         try:
-            backend = open_nccl(host.fabric, device, stream, packer, load_library(), by_host)
+            backend = open_nccl(host.fabric, context, load_library(), by_host)
         except Refused as exc:
             reason = f"NCCL does not connect them: {exc}"
         else:

@@ -15,7 +15,7 @@ import numpy as np
 
 from pyhvd.arrays import Bytes, TensorView
 from pyhvd.backends.host import HostBackend, Window, rows_of, windows
-from pyhvd.devices.base import Device, DeviceView, DeviceViews, Memory, Packer, Span, Stream
+from pyhvd.devices.base import DeviceContext, DeviceView, DeviceViews, Memory, Span
 from pyhvd.devices.pack_plan import Words, lay_out
 from pyhvd.devices.staging_pipeline import Pipeline, StagedCopy, TransferPiece
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp, ReduceSpec
@@ -30,24 +30,17 @@ class StagedBackend:
     ----------
     host : HostBackend
         The process set's backend; not owned. A piece has its piece size, or its staging size.
-    device : Device
-        This rank's device.
-    stream : Stream
-        The communication stream.
-    packer : Packer or None
-        Moves many tensors by one kernel; with None each tensor is copied by itself.
+    context : DeviceContext
+        This rank's device; without a packer each tensor is copied by itself.
     """
 
     name = "STAGED"
 
-    def __init__(
-        self, host: HostBackend, device: Device, stream: Stream, packer: Packer | None = None
-    ) -> None:
-        self.rank, self.size, self.stream = host.rank, host.size, stream
+    def __init__(self, host: HostBackend, context: DeviceContext) -> None:
+        self.rank, self.size, self.stream = host.rank, host.size, context.stream
         self._host = host
-        self._device = device
-        self._packer = packer
-        self._pipeline = Pipeline(device, stream)
+        self._device, self._packer = context.device, context.packer
+        self._pipeline = Pipeline(context.device, context.stream)
         self._buffer: Memory | None = None
 
     def check(self) -> None:
@@ -230,7 +223,7 @@ class StagedBackend:
         code, stream = info.code, self.stream
         if self._packer is not None:
             ptrs, counts = _table(sources)
-            self._packer.pack(buffer, offsets, ptrs, counts, code, code, ReduceOp.SUM, 1.0, stream)
+            self._packer.pack(buffer, offsets, ptrs, counts, code, ReduceOp.SUM, 1.0, stream)
             return
         for first, view in zip(offsets.tolist(), sources, strict=True):
             self._device.copy(buffer + first * info.itemsize, view.ptr, view.nbytes, stream)
@@ -239,7 +232,7 @@ class StagedBackend:
         code, stream = info.code, self.stream
         if self._packer is not None:
             ptrs, counts = _table(targets)
-            self._packer.unpack(buffer, offsets, ptrs, counts, code, code, 1.0, stream)
+            self._packer.unpack(buffer, offsets, ptrs, counts, code, 1.0, stream)
             return
         for first, view in zip(offsets.tolist(), targets, strict=True):
             self._device.copy(view.ptr, buffer + first * info.itemsize, view.nbytes, stream)

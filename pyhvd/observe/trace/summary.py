@@ -19,30 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.observe.trace.loading import RankTrace, Turn
-from pyhvd.observe.trace.merging import (
-    ACROSS,
-    MOVE,
-    PACK,
-    REDUCE,
-    UNPACK,
-    WAIT,
-    last_to_submit,
-    track_of,
-    turns_together,
-)
+from pyhvd.observe.trace.merging import ACROSS, last_to_submit, track_of, turns_together
 
 Interval = tuple[float, float]
 
 
 PARTS = ("slowest", "negotiation", "queue", "wait", "pack", "reduce", "between hosts", "unpack", "other")
-_TRACKS = {
-    WAIT: "wait",
-    PACK: "pack",
-    REDUCE: "reduce",
-    ACROSS: "between hosts",
-    UNPACK: "unpack",
-    MOVE: "other",
-}
+"""Parts of a turn's time; from "wait" on they are the tracks of the data path, with the same numbers."""
 
 
 @dataclass(slots=True)
@@ -191,7 +174,7 @@ def _shares(trace: RankTrace) -> Iterator[tuple[Turn, dict[str, float]]]:
     """Yield each turn with its share (us) of each part of its batch's data path."""
     spent: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for phase in trace.phases:
-        spent[phase.batch][_TRACKS[track_of(phase.name)]] += phase.end - phase.begin
+        spent[phase.batch][PARTS[track_of(phase.name)]] += phase.end - phase.begin
     nbytes: Counter[int] = Counter()
     members: Counter[int] = Counter()
     for turn in trace.turns:

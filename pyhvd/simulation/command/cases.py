@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from pyhvd.backends.two_level import piece_across
 from pyhvd.config import Config
@@ -174,8 +173,9 @@ def ask(
             f" together: expected at most {MOST_WORK:,}"
         )
     changed = changes(case, gradients, parts)
-    fewer = [1, *(takewhile(lambda hosts: hosts < case.hosts, _powers(2)) if by_hosts else ())]
-    cases = [case, *changed.values(), *(replace(case, hosts=hosts) for hosts in fewer if hosts < case.hosts)]
+    powers = [1 << k for k in range((case.hosts - 1).bit_length())]  # of 2, below the number of hosts
+    fewer = [replace(case, hosts=hosts) for hosts in (powers if by_hosts else powers[:1])]
+    cases = [case, *changed.values(), *fewer]
     jobs = run_all(cases, progress)
     job, *others = jobs
     small = others[len(changed) :]
@@ -192,12 +192,6 @@ def ask(
         _lose(case, given, faults, elastic=elastic) if faults else None,
         len({fault.host for fault in faults}),
     )
-
-
-def _powers(first: int) -> Iterator[int]:
-    while True:
-        yield first
-        first *= 2
 
 
 def _lose(case: Case, step: float, faults: tuple[HostLost, ...], *, elastic: bool) -> Simulation:

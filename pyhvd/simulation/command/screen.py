@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 from pyhvd.common.tables import align, print_table
 from pyhvd.common.units import bit_rate, size, span
-from pyhvd.simulation import Failure, Restart, Simulation, StepReport
+from pyhvd.simulation import Failure, Simulation, StepReport
 from pyhvd.simulation.command.cases import Answer, Case, usual_step
 from pyhvd.simulation.command.gradients import Gradients
 from pyhvd.simulation.world import LINKED_HOSTS
@@ -150,12 +149,12 @@ def _since(seconds: float) -> str:
 
 
 def as_dict(case: Case, gradients: Gradients, answer: Answer) -> dict[str, Any]:
-    """Return all that :func:`show` prints, in seconds and bytes."""
+    """Return all that :func:`show` prints, in seconds and bytes; msgspec encodes the dataclasses in it."""
     faulty = answer.faulty
     return {
         "hosts": case.hosts,
         "local_ranks": case.local_ranks,
-        "network": dataclasses.asdict(case.network),
+        "network": case.network,
         "gradients": {
             "source": gradients.source,
             "count": len(gradients.ready),
@@ -163,27 +162,19 @@ def as_dict(case: Case, gradients: Gradients, answer: Answer) -> dict[str, Any]:
             "compute": gradients.compute,
             "parts": len(case.parts),
         },
-        "first_step": dataclasses.asdict(answer.job.steps[0]),
-        "step": dataclasses.asdict(usual_step(answer.job)),
+        "first_step": answer.job.steps[0],
+        "step": usual_step(answer.job),
         "efficiency": answer.efficiency,
-        "changes": [dataclasses.asdict(change) for change in answer.changes],
-        "by_hosts": [_point(job, answer.one_host) for job in answer.by_hosts],
-        "failure": _optional(faulty.failure if faulty else None),
-        "restart": _optional(faulty.restart if faulty else None),
+        "changes": answer.changes,
+        "by_hosts": [
+            {"hosts": job.hosts, "step": usual_step(job), "efficiency": efficiency}
+            for job, efficiency in zip(answer.by_hosts, efficiencies(answer.by_hosts), strict=True)
+        ],
+        "failure": faulty.failure if faulty else None,
+        "restart": faulty.restart if faulty else None,
     }
-
-
-def _point(job: Simulation, one_host: Simulation) -> dict[str, Any]:
-    step = usual_step(job)
-    efficiency = usual_step(one_host).seconds / step.seconds
-    return {"hosts": job.hosts, "step": dataclasses.asdict(step), "efficiency": efficiency}
-
-
-def _optional(found: Failure | Restart | None) -> dict[str, Any] | None:
-    return None if found is None else dataclasses.asdict(found)
 
 
 def efficiencies(jobs: Sequence[Simulation]) -> list[float]:
     """Return how long a step takes in the first job, as parts of its time in each."""
-    first = usual_step(jobs[0]).seconds
-    return [first / usual_step(job).seconds for job in jobs]
+    return [usual_step(jobs[0]).seconds / usual_step(job).seconds for job in jobs]

@@ -2,10 +2,6 @@
 
 Each rank writes its next stage to ``FOLDER/stage.<rank>``, so that the waiting process can name the
 stage of a hung rank. Rank 0 writes the results to ``FOLDER/found.json``.
-
-Source of the clock offsets: F. Cristian, "Probabilistic clock synchronization" (Distributed Computing 3,
-1989). The remote clock is read half a round trip after the request, plus or minus half a round trip. The
-shortest of many round trips gives the smallest uncertainty.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ import numpy as np
 import pyhvd as hvd
 from pyhvd.config import Config
 from pyhvd.errors import ConfigError
+from pyhvd.observe.trace import clocks
 from pyhvd.tools.doctor.links import measure_links
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, LinkFacts, RankFacts, RingFacts, TrialFacts
 
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 RING_SIZES = [1, 64 << 10, 4 << 20]
 LARGE_BYTES = 64 << 20
 _HOPS = 8
-_PINGS = 30
 _SMALL_ROUNDS = 200
 _LARGE_ROUNDS = 5
 _COPY_BYTES = 32 << 20
@@ -70,7 +66,7 @@ def measure(say: Callable[[str], None]) -> TrialFacts:
     say("ring test")
     ring = _pass_round(comm)
     say("clock test")
-    clocks = _compare_clocks(comm)
+    offsets = _compare_clocks(comm)
     say("copy test")
     copy_rate = _copy_rate(comm)
     links = _measure_links(comm, say)
@@ -90,7 +86,7 @@ def measure(say: Callable[[str], None]) -> TrialFacts:
         hvd.shutdown()
     say("gathering what pyhvd warned of")
     warnings = sorted({text for texts in comm.allgather(listener.texts) for text in texts})
-    return TrialFacts(ranks, ring, clocks, lanes, copy_rate, warnings, links)
+    return TrialFacts(ranks, ring, offsets, lanes, copy_rate, warnings, links)
 
 
 def _pass_round(comm: MPI.Intracomm) -> RingFacts:
@@ -120,29 +116,13 @@ def _payload(rank: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8
 
 
 def _compare_clocks(comm: MPI.Intracomm) -> list[ClockFacts]:
-    """Compare every rank's clock with rank 0's; return the offsets on rank 0, nothing on other ranks."""
-    rank = comm.Get_rank()
-    found = []
-    for other in range(1, comm.Get_size()):
-        if rank == 0:
-            samples = []
-            for _ in range(_PINGS):
-                before = time.time()
-                comm.send(None, other)
-                there = comm.recv(source=other)
-                samples.append((before, there, time.time()))
-            found.append(offset_of(other, samples))
-        elif rank == other:
-            for _ in range(_PINGS):
-                comm.recv(source=0)
-                comm.send(time.time(), 0)
-    return found
+    """Compare every rank's clock with rank 0's; return the offsets of the other ranks."""
+    from pyhvd.transport.mpi.fabric import MpiFabric
 
-
-def offset_of(rank: int, samples: list[tuple[float, float, float]]) -> ClockFacts:
-    """Return a clock's offset, from (sent, the other's clock, received) of some round trips."""
-    before, there, after = min(samples, key=lambda sample: sample[2] - sample[0])
-    return ClockFacts(rank, there - (before + after) / 2, (after - before) / 2)
+    readings = comm.allgather(clocks.measure(MpiFabric(comm), time.time_ns))
+    return [
+        ClockFacts(r, readings[r].offset / 1e9, readings[r].uncertainty / 1e9) for r in range(1, comm.size)
+    ]
 
 
 def _cores() -> list[int]:

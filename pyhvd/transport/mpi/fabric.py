@@ -92,13 +92,9 @@ class MpiFabric:
     def _sendrecv(self, send: Sequence[tuple[int, Bytes]], recv: Sequence[tuple[int, Bytes]]) -> None:
         """Send and receive blocks, (rank, bytes), of any size."""
         requests = [
-            self.comm.Irecv([block[k : k + LARGEST], MPI.BYTE], rank)
-            for rank, block in recv
-            for k in range(0, len(block), LARGEST)
-        ]
-        requests += [
-            self.comm.Isend([block[k : k + LARGEST], MPI.BYTE], rank)
-            for rank, block in send
+            start([block[k : k + LARGEST], MPI.BYTE], rank)
+            for start, blocks in ((self.comm.Irecv, recv), (self.comm.Isend, send))
+            for rank, block in blocks
             for k in range(0, len(block), LARGEST)
         ]
         MPI.Request.Waitall(requests)

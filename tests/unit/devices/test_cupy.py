@@ -140,7 +140,7 @@ def test_a_device_packs_on_the_stream_that_it_is_told(device: FakeDevice) -> Non
     with device.using(stream):
         source, target = cupy_array([1.0, 2.0, 3.0]), cupy_array(np.zeros(8))
     one = np.zeros(1, np.int64), np.array([source.ptr]), np.array([3])
-    packer.pack(target.ptr, *one, Code.FLOAT64, Code.FLOAT64, ReduceOp.SUM, 2.0, stream)
+    packer.pack(target.ptr, *one, Code.FLOAT64, ReduceOp.SUM, 2.0, stream)
     with device.using(stream):
         np.testing.assert_array_equal(target.get()[:4], [2.0, 4.0, 6.0, 0.0])
 

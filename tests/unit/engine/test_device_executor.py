@@ -42,7 +42,7 @@ class Slow:
 def executor(looks: float) -> tuple[DeviceExecutor, Broken]:
     """Return an executor with one backend and a busy device."""
     nothing: Any = None
-    made = DeviceExecutor(0, [], {}, {}, nothing, nothing, checked=False)
+    made = DeviceExecutor(nothing, {}, {}, nothing, nothing, checked=False)
     backend: Any = Broken()
     device: Any = Slow(looks)
     made._opened[0] = backend

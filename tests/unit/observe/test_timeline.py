@@ -176,7 +176,9 @@ class Ring:
 def test_what_the_c_code_began_before_the_recording_is_left_out(tmp_path: Path) -> None:
     ring, path = Ring(), tmp_path / "t.json"
     before = read_clock()
-    recording = Timeline(TraceWriter(path), 0, 1, TimelineOrder(), cast(Trace, ring), None, lambda _: (0,))
+    recorder = Recorder(0, 1, Instruments())
+    recorder.trace = cast(Trace, ring)
+    recording = Timeline(TraceWriter(path), TimelineOrder(), recorder)
     after = read_clock()
     ring.records = [(PACKING, before - 1, after, 1, 0, -1, -1), (REDUCING, after, after + 1, 1, 0, -1, -1)]
     recording.close()

@@ -24,9 +24,9 @@ from pyhvd.simulation import (
     training,
 )
 from pyhvd.simulation.clock import Clock, SimulatedProcess
-from pyhvd.simulation.cluster import assemble
 from pyhvd.simulation.network import Wires
 from pyhvd.simulation.program import Action, Program
+from pyhvd.simulation.world import SimulatedWorld
 from pyhvd.testing import Simulation, simulate
 
 CPU_S = 20e-6
@@ -135,7 +135,7 @@ def test_all_ranks_carry_out_the_same_batches() -> None:
             yield Wait()
             yield StepEnd()
 
-    world = assemble(3, 3, program, Network(jitter=1e-3), seed=4, cpu=CPU_S)
+    world = SimulatedWorld(3, 3, program, Network(jitter=1e-3), seed=4, cpu=CPU_S)
     assert not world.run(100.0)
     assert all(rank.done for rank in world.ranks)
     assert world.ranks[0].carried_out

@@ -9,8 +9,9 @@ from hypothesis import example, given, settings, strategies as st
 
 from pyhvd.job.machines.failure import REPORT_S
 from pyhvd.simulation import HostLost, Network, RankKilled, Tensor, training
-from pyhvd.simulation.cluster import add_launcher, assemble
+from pyhvd.simulation.cluster import add_launcher
 from pyhvd.simulation.faults import Fault
+from pyhvd.simulation.world import SimulatedWorld
 from tests.thinning import examples
 
 LOCAL = 2
@@ -47,7 +48,7 @@ def test_hosts_without_links(faults: list[Fault], seed: int) -> None:
 def check(hosts: int, faults: Sequence[Fault], seed: int) -> None:
     """Check what every schedule must keep."""
     program = training(TENSORS, compute=0.3, steps=40, parts=3)
-    world = assemble(hosts, LOCAL, program, Network(jitter=50e-6), seed, cpu=20e-6)
+    world = SimulatedWorld(hosts, LOCAL, program, Network(jitter=50e-6), seed, cpu=20e-6)
     launcher, happened = add_launcher(world, faults, seed)
     assert not world.run(60.0)
     waiting = [rank.rank for rank in world.ranks if not rank.error and not rank.done]
@@ -56,6 +57,6 @@ def check(hosts: int, faults: Sequence[Fault], seed: int) -> None:
     for rank in world.ranks:
         assert rank.carried_out == longest[: len(rank.carried_out)], f"rank {rank.rank} has another log"
     # Of faults that have all happened when the first one is noticed, each may be named: silence is seen late.
-    first = happened.noticed[0][0]
+    first = happened.noticed[0]
     causes = {world.name_of(host_of(fault)) for fault in faults if fault.at <= first + REPORT_S}
     assert any(f" on host {name} " in launcher.error for name in causes), (launcher.error, causes)

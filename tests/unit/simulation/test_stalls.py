@@ -11,7 +11,6 @@ from pyhvd.controller import Stalled
 from pyhvd.negotiation.messages import bits_of
 from pyhvd.observe.hang_report import MAX_CHARACTERS, warning_of
 from pyhvd.observe.stall_inspector import Stall
-from pyhvd.simulation.cluster import assemble
 from pyhvd.simulation.program import Action, Compute, Hang, Program, StepEnd, Submit, Tensor, Wait
 from pyhvd.simulation.stalls import Stalls, in_step
 from pyhvd.simulation.world import SimulatedWorld
@@ -35,7 +34,7 @@ def hanging(missing: Sequence[int], tensors: Sequence[Tensor] = TENSORS) -> Prog
 
 
 def make_world(hosts: int, local_ranks: int, program: Program) -> SimulatedWorld:
-    world = assemble(hosts, local_ranks, program, cpu=1e-5)
+    world = SimulatedWorld(hosts, local_ranks, program, cpu=1e-5)
     world.run(0.0)
     return world
 

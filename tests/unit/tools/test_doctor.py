@@ -29,10 +29,9 @@ from pyhvd.run.horovod_name import HorovodName
 from pyhvd.tools.doctor import facts as gathering
 from pyhvd.tools.doctor.advice import Finding, Level, examine, rate
 from pyhvd.tools.doctor.facts import OPTIONAL, HostMemory, Shared
-from pyhvd.tools.doctor.ranks import offset_of
 from pyhvd.tools.doctor.screen import Report, plain, show, trial_rows
 from pyhvd.tools.doctor.trial import read_stages
-from pyhvd.tools.doctor.trial_facts import ClockFacts, LinkFacts, RankFacts, RingFacts, Trial
+from pyhvd.tools.doctor.trial_facts import LinkFacts, RankFacts, RingFacts, Trial
 from tests.unit.observe.recordings import MS, Recording, Skew
 from tests.unit.tools.doctor_cases import CORES, CUDA, FOUND, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
 
@@ -126,11 +125,6 @@ def test_the_processor_by_its_name_or_else_its_architecture(
     monkeypatch.setattr(gathering, "_read", lambda _: cpuinfo)
     monkeypatch.setattr("platform.processor", lambda: "aarch64")
     assert gathering._processor() == name
-
-
-def test_the_shortest_round_trip_tells_the_offset() -> None:
-    samples = [(0.0, 105.0, 9.0), (10.0, 111.5, 11.0), (20.0, 125.0, 24.0)]
-    assert offset_of(3, samples) == ClockFacts(3, 101.0, 0.5)
 
 
 def test_stages_are_read_where_there_are_any(tmp_path: Path) -> None:
