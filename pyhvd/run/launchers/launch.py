@@ -343,9 +343,9 @@ def _check_places(
         raise ValueError(f"launch_agent: {exc}") from None
 
 
-def _network(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def _network(given: str | Sequence[str] | None) -> list[str]:
     names = interface_names(given, "network_interfaces") or []
-    words = tuple(word for name in names for word in name.split(","))
+    words = [word for name in names for word in name.split(",")]
     if ANY not in words:
         try:
             parse_wishes(words)

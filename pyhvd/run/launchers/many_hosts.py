@@ -164,7 +164,7 @@ def wanted_network(options: Options, placed: JobHosts) -> Wanted:
         return Wanted(probe=False, ports=ports)
     source = ""
     if not given and placed.interface:
-        given, source = (placed.interface,), "the interface that the cluster names"
+        given, source = [placed.interface], "the interface that the cluster names"
     wishes = parse_wishes(given)
     hosts = {each.host.name for each in placed.hosts}
     if strange := [wish.host for wish in wishes if wish.host and wish.host not in hosts]:
