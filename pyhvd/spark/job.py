@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from pyhvd.common.text import list_numbers
 from pyhvd.errors import RankFailedError, RemoteError
+from pyhvd.job.driver.agent_source import AgentSource
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.machines.agent_pool import AgentPool
-from pyhvd.job.messages import Hello, Member
+from pyhvd.job.messages import Member
 from pyhvd.job.mpi.rendezvous import RankPlacement, Rendezvous
 from pyhvd.job.process.exit_report import ExitReport
 from pyhvd.spark.data.partition import run_with_rows
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from pyspark import SparkContext
 
-    from pyhvd.job.connections import ConnectionServer, Peer
     from pyhvd.transport.tcp.connection import Secret
 
 _log = logging.getLogger("pyhvd")
@@ -91,10 +91,11 @@ class TaskTexts:
         return error
 
 
-class TaskSource:
-    """Waits for tasks of Spark, which connect by themselves; an :class:`AgentSource`.
+@dataclass(eq=False)
+class TaskSource(AgentSource):
+    """Waits for tasks of Spark, which connect by themselves.
 
-    Parameters
+    Attributes
     ----------
     size : int
         The number of ranks.
@@ -104,56 +105,27 @@ class TaskSource:
         Where agents connect.
     rendezvous : Rendezvous
         How the ranks find each other.
+    start_timeout : float
+        The time limit in seconds that errors name.
     agents : int, optional
         The number of agents; by default one for each rank.
     """
 
+    size: int
+    secret: Secret
+    addresses: Sequence[str]
+    rendezvous: Rendezvous
+    start_timeout: float
+    agents: int | None = None
     gone = "its Spark task is gone (Python worker, executor or host)"
 
-    def __init__(
-        self,
-        size: int,
-        secret: Secret,
-        addresses: Sequence[str],
-        rendezvous: Rendezvous,
-        agents: int | None = None,
-    ) -> None:
-        self.size = size
-        self.pool = AgentPool([""] * (agents or size), starts=False)
-        self.secret = secret
-        self.addresses = addresses
-        self._rendezvous = rendezvous
+    def __post_init__(self) -> None:
+        self.pool = AgentPool([""] * (self.agents or self.size), starts=False)
+        self.texts = TaskTexts(self.size, self.start_timeout)
 
     def find_rendezvous(self) -> Rendezvous:
         """See :meth:`AgentSource.find_rendezvous`."""
-        return self._rendezvous
-
-    def name_of(self, peer: Peer) -> str:  # noqa: ARG002
-        """See :meth:`AgentSource.name_of`."""
-        return ""
-
-    def join(self, connections: ConnectionServer) -> None:
-        """See :meth:`AgentSource.join`."""
-
-    def start(self, index: int) -> None:
-        """See :meth:`AgentSource.start`."""
-
-    def greet(self, peer: Peer, greeting: Hello) -> None:
-        """See :meth:`AgentSource.greet`."""
-
-    def admits(self, peer: Peer, member: Member) -> bool:  # noqa: ARG002
-        """See :meth:`AgentSource.admits`."""
-        return True
-
-    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str]:  # noqa: ARG002
-        """See :meth:`AgentSource.lose`."""
-        return []
-
-    def check(self, now: float) -> None:
-        """See :meth:`AgentSource.check`."""
-
-    def close(self) -> None:
-        """See :meth:`AgentSource.close`."""
+        return self.rendezvous
 
 
 class CollectJob:

@@ -32,7 +32,7 @@ from pyhvd.job.driver.signals import signals
 from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
-from pyhvd.job.machines.machine import HostTexts, Say
+from pyhvd.job.machines.machine import Say
 from pyhvd.job.machines.membership import (
     AskToLeave,
     EndAgent,
@@ -384,8 +384,7 @@ class ElasticJob:
         held = HeldCommits(begins.number, self._commit, self._holders)
         terminal = None if self._status is None else Terminal(self._status, reads=begins.number == 0)
         console = Console(self._say, self._say, terminal)
-        texts = HostTexts(source.size, source.pool.names, self._spec.start_timeout, self._spec.name_of)
-        driver = GenerationDriver(self._spec, source, texts, self._output, console, network, held, self._step)
+        driver = GenerationDriver(self._spec, source, self._output, console, network, held, self._step)
         return Generation(driver, source, held, terminal)
 
     def _run(self, begins: StartGeneration) -> None:

@@ -24,7 +24,6 @@ from pyhvd.job.driver.output import Output, is_terminal
 from pyhvd.job.driver.signals import signals
 from pyhvd.job.driver.status_line import StatusLine, say
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
-from pyhvd.job.machines.machine import HostTexts
 from pyhvd.job.mpi.flavour import INSTALL, Flavour, find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
@@ -128,9 +127,7 @@ def make_driver(
         lambda name, code, said: explain(logins[name], code, said, options.name_of),
         kept,
     )
-    texts = HostTexts(source.size, source.pool.names, spec.start_timeout, spec.name_of)
-    network = wanted_network(options, placed)
-    return GenerationDriver(spec, source, texts, output, console, network), source
+    return GenerationDriver(spec, source, output, console, wanted_network(options, placed)), source
 
 
 @contextlib.contextmanager
