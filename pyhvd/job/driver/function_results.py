@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 from pyhvd.errors import RankFailedError, RemoteError
@@ -17,8 +18,17 @@ def take_results(driver: GenerationDriver) -> list[Any]:
     return [load_result(rank, driver.take_result(rank)) for rank in range(len(driver.placements))]
 
 
-def error_of(failure: RankError) -> Exception:
-    """Return the error for a failed job, with its cause."""
+@contextlib.contextmanager
+def as_function_errors() -> Iterator[None]:
+    """Raise the failure of a job as the error of its functions, with its cause."""
+    try:
+        yield
+    except RankError as exc:
+        error = _error_of(exc)
+        raise error from error.__cause__
+
+
+def _error_of(failure: RankError) -> Exception:
     text = str(failure).removeprefix("pyhvd: ")
     if failure.rank < 0:
         return LaunchError(text)

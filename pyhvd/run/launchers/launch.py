@@ -23,10 +23,9 @@ from typing import Any, ParamSpec, TextIO, TypeVar, Unpack
 from pyhvd.config import read_timeout
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.driver.console import Console
-from pyhvd.job.driver.function_results import error_of, take_results
+from pyhvd.job.driver.function_results import as_function_errors, take_results
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
-from pyhvd.job.errors import RankError
 from pyhvd.job.network.network_plans import ANY, parse_wishes
 from pyhvd.job.rank.call import (
     check_call,
@@ -239,13 +238,9 @@ class Hosts:
         driver, source = make_driver(self._options, spec, placed, directory, output, console, _name, kept)
         for host in source.hosts:
             _log.log(self._level, "the agent of %s: %s", host.name, shlex.join(host.command))
-        try:
-            with ending(driver):
-                driver.serve()
-                source.keep_agents()
-        except RankError as exc:
-            error = error_of(exc)
-            raise error from error.__cause__
+        with as_function_errors(), ending(driver):
+            driver.serve()
+            source.keep_agents()
         return take_results(driver)
 
 

@@ -21,7 +21,6 @@ from pyhvd.job.driver.console import Console, Terminal
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output, is_terminal
-from pyhvd.job.driver.signals import signals
 from pyhvd.job.driver.status_line import StatusLine, say
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.mpi.flavour import INSTALL, Flavour, find_library, find_mpiexec
@@ -99,7 +98,7 @@ def _drive(options: Options, placed: JobHosts, output: Output, status: StatusLin
     terminal = Terminal(status)
     console = Console(status.say, status.say, terminal)
     driver, _ = make_driver(options, spec, placed, directory, output, console)
-    with signals(terminal, driver.selector), ending(driver):
+    with terminal.hearing_signals(driver.selector), ending(driver):
         driver.serve()
 
 
