@@ -46,7 +46,6 @@ _log = logging.getLogger("pyhvd")
 
 # Tasks have this long to kill their ranks and end; then Spark kills the Python workers.
 _STOP_S = 3.0
-JOB_END_S = 15.0
 
 
 _RankOptions = tuple[float | None, Mapping[str, str] | None, Iterable[str] | None, str | None]
@@ -176,9 +175,7 @@ def _drive(
         try:
             driver.stop(type(exc).__name__, _STOP_S)
         finally:
-            job.cancel()
-        if not job.join(JOB_END_S):
-            _log.warning("Spark has not ended job group %s within %g s", job.group, JOB_END_S)
+            job.end()
         raise
     finally:
         job.close()

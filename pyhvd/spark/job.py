@@ -42,6 +42,8 @@ _log = logging.getLogger("pyhvd")
 _numbers = itertools.count()
 # After the Spark job has failed, its ranks have this long to report the cause.
 _LAST_REPORTS_S = 1.0
+# Time for Spark to end a job that was cancelled.
+_END_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,12 @@ class CollectJob:
         if self._error is not None:
             raise SparkError(f"Spark ended the job: {reason_of(self._error)}") from self._error
         return self._results
+
+    def end(self) -> None:
+        """Do :meth:`cancel`, and wait until the job is over; warn if that takes too long."""
+        self.cancel()
+        if not self.join(_END_S):
+            _log.warning("Spark has not ended job group %s within %g s", self.group, _END_S)
 
     def cancel(self) -> None:
         """Make Spark end the job; it kills Python workers that do not end by themselves.

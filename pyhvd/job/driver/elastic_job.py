@@ -116,8 +116,10 @@ class AgentStarter(Protocol):
     def start(self, command: Sequence[str]) -> AgentProcess:
         """Start an agent; raise OSError if that is not possible."""
 
-    def end(self, host: str, agent: AgentProcess) -> None:
+    def end(self, host: str, agent: AgentProcess) -> None:  # noqa: ARG002
         """End the agent of a host that leaves the job."""
+        agent.end()
+        agent.close()
 
     def explain(self, host: str, code: int, said: str) -> tuple[str, bool]:
         """Return why a host's command failed; see :data:`~pyhvd.job.driver.agent_source.Explain`."""
@@ -126,10 +128,12 @@ class AgentStarter(Protocol):
         """Return the hosts of a generation, what they must have, and the network; may raise LaunchError."""
 
     def leaving(self) -> Mapping[str, str]:
-        """Return the hosts that will be taken away, and why; they may come again."""
+        """Return the hosts that will be taken away, and why, as a cluster knows; they may come again."""
+        return {}
 
-    def why_over(self, number: int, now: float) -> Exception | None:
-        """Return why the job cannot go on after this generation; None if it can."""
+    def why_over(self, number: int, now: float) -> Exception | None:  # noqa: ARG002
+        """Return why the job cannot go on after this generation, as a cluster knows; None if it can."""
+        return None
 
     def close(self) -> None:
         """Free what the agents needed, after they have ended."""
