@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pyhvd.job.connections import SILENT_S, ConnectionServer, Peer
 from pyhvd.job.driver.agent_command import END_S, SKIPPED, AgentCommand, AgentProcess
 from pyhvd.job.driver.kept_agents import KeptAgents
-from pyhvd.job.facts import hello, problem, version_problem
 from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.machine import HostTexts, JobTexts
-from pyhvd.job.messages import Again, Facts, Hello, Member, Prepare
+from pyhvd.job.messages import Again, Facts, Hello, Member, Prepare, hello
 from pyhvd.job.mpi.rendezvous import Rendezvous
-from pyhvd.job.spec import ElasticSpec, JobSpec
+from pyhvd.job.spec import DIRECTORY, PYTHON, ElasticSpec, JobSpec, NameOf, flag_of
 from pyhvd.transport.tcp.connection import Secret
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -99,7 +98,7 @@ class HostSlots:
 class Checked:
     """What all hosts must have, and how the ranks find each other.
 
-    For the first three see :func:`pyhvd.job.facts.problem`; `facts` are the launcher's.
+    For the first three see :func:`problem`; `facts` are the launcher's.
     """
 
     directory: str
@@ -301,3 +300,39 @@ class CommandSource(AgentSource):
         """Listen no more to what a command says besides its channel; it may have ended in this turn."""
         with contextlib.suppress(KeyError, ValueError):
             self._connections.selector.unregister(command)
+
+
+def version_problem(own: Hello, other: Hello, name_of: NameOf = flag_of) -> str:
+    """Return what is wrong with a host's software, and the remedy; empty if nothing is."""
+    if own.pyhvd != other.pyhvd:
+        return (
+            f"it has pyhvd {other.pyhvd}, the launcher has {own.pyhvd}: install the same version there, with"
+            f" pip install pyhvd=={own.pyhvd}"
+        )
+    if own.python.rpartition(".")[0] != other.python.rpartition(".")[0]:
+        return (
+            f"it has Python {other.python}, the launcher has {own.python}: give the path of the same Python"
+            f" with {name_of(PYTHON)}"
+        )
+    return ""
+
+
+def problem(own: Facts, other: Facts, directory: str, script: str, name_of: NameOf = flag_of) -> str:
+    """Return what a host lacks, and the remedy; empty if it lacks nothing."""
+    if not other.mpi:
+        return other.mpi_name
+    if other.mpi != own.mpi:
+        return (
+            f"mpi4py is built on {other.mpi_name} there, which is another MPI family than the launcher's"
+            f" {own.mpi_name}: install the same MPI on all hosts"
+        )
+    if not other.has_directory:
+        return (
+            f"there is no directory {directory}, or it is closed to this user: make it there, share it, or"
+            f" name another with {name_of(DIRECTORY)}"
+        )
+    if script and not other.script:
+        return f"there is no script {script} in {directory}: copy it there, or share the directory"
+    if script and other.script != own.script:
+        return f"the script {script} in {directory} is another than the launcher's: copy it there again"
+    return ""
