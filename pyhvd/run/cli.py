@@ -18,7 +18,7 @@ from pyhvd._version import __version__
 from pyhvd.config import port_range, read_timeout
 from pyhvd.errors import ConfigError
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT
-from pyhvd.run.flags import SETTINGS, ConfigFileError, add_flags, settings_of
+from pyhvd.run.flags import SETTINGS, ConfigFileError, add_flags, checked, settings_of
 from pyhvd.run.horovod_name import AS_HOROVOD
 from pyhvd.run.options import ElasticOptions, Options
 
@@ -377,7 +377,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--port-range",
-        type=_port_range,
+        type=checked(port_range),
         default=range(1),
         metavar="A-B",
         help="ports on which ranks listen for other hosts, at least 3 for each rank of a host (default: any)",
@@ -540,13 +540,6 @@ def _interfaces(text: str) -> list[str]:
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from None
     return text.split(",")
-
-
-def _port_range(text: str) -> range:
-    try:
-        return port_range(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{exc}, not {text!r}") from None
 
 
 def _names(text: str) -> tuple[str, ...]:
