@@ -23,7 +23,6 @@ from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, Terminal
 from pyhvd.job.driver.drain_socket import DrainError, DrainSocket
-from pyhvd.job.driver.function_results import as_function_errors, take_results
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.held_commits import HeldCommits, Outcome, StateLostError
 from pyhvd.job.driver.kept_agents import KeptAgents
@@ -45,6 +44,7 @@ from pyhvd.job.machines.membership import (
 from pyhvd.job.machines.roster import Place
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.signals import ENDING
+from pyhvd.job.rank.call import as_function_errors
 from pyhvd.job.rank.generation_env import JOB
 from pyhvd.job.spec import JobSpec
 from pyhvd.transport.tcp.session import ChannelError
@@ -258,7 +258,7 @@ class ElasticJob:
         with as_function_errors():
             self.serve()
         assert self.last is not None
-        return take_results(self.last.driver)
+        return self.last.driver.take_results()
 
     # -- what happens ----------------------------------------------------------------------------------
 

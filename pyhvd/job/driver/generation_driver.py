@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -80,6 +81,7 @@ from pyhvd.job.mpi.rank_env import horovod_variables
 from pyhvd.job.mpi.rendezvous import RankPlacement, Rendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.exit_report import EXIT
+from pyhvd.job.rank.call import load_result
 from pyhvd.job.spec import JobSpec
 
 # At Ctrl-Z the agents have this long to be told.
@@ -263,9 +265,9 @@ class GenerationDriver:
         finally:
             self.connections.close()
 
-    def take_result(self, rank: int) -> bytearray:
-        """Return what a rank's function returned, pickled; after :meth:`serve`, and only once."""
-        return self._results.pop(rank)
+    def take_results(self) -> list[Any]:
+        """Return what the ranks' functions returned, in rank order; after :meth:`serve`, and only once."""
+        return [load_result(rank, self._results.pop(rank)) for rank in range(len(self.placements))]
 
     # ---- what is decided
 

@@ -23,11 +23,11 @@ from typing import Any, ParamSpec, TextIO, TypeVar, Unpack
 from pyhvd.config import read_timeout
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.driver.console import Console
-from pyhvd.job.driver.function_results import as_function_errors, take_results
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
 from pyhvd.job.network.network_plans import ANY, parse_wishes
 from pyhvd.job.rank.call import (
+    as_function_errors,
     check_call,
     check_size,
     check_text_files,
@@ -243,7 +243,7 @@ class Hosts:
         with as_function_errors(), ending(driver):
             driver.serve()
             source.keep_agents()
-        return take_results(driver)
+        return driver.take_results()
 
 
 def launch(

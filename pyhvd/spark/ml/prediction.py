@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from pyhvd.spark.data.columns import to_array
 from pyhvd.spark.data.manifest import Column
-from pyhvd.spark.data.optional_imports import needed
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, needed
 
 Array = npt.NDArray[Any]
 
