@@ -261,6 +261,19 @@ def _parser() -> argparse.ArgumentParser:
         help=f"fail if not all ranks have started after S seconds (default: {START_TIMEOUT.source}), or if"
         " a rank calls init() S seconds later than another (default: PYHVD_START_TIMEOUT, or only say so)",
     )
+    _add_output(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the commands that would start the ranks, and exit"
+    )
+    _add_mpi(parser)
+    _add_place(parser)
+    add_flags(parser)
+    _add_log_spellings(parser)
+    _add_horovods(parser)
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-filename",
         type=os.path.abspath,
@@ -280,15 +293,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=_ranks, metavar="RANKS", help="show the output of these ranks only, e.g. 0,4-7"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show the commands that would start the ranks, and exit"
-    )
-    _add_mpi(parser)
-    _add_place(parser)
-    add_flags(parser)
-    _add_log_spellings(parser)
-    _add_horovods(parser)
-    return parser
 
 
 def _add_mpi(parser: argparse.ArgumentParser) -> None:
