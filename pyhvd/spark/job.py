@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from pyhvd.common.text import list_numbers
 from pyhvd.errors import RankFailedError, RemoteError
-from pyhvd.job.driver.agent_source import AgentSource
-from pyhvd.job.driver.generation_driver import GenerationDriver
+from pyhvd.job.driver.generation_driver import AgentSource, GenerationDriver
 from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.messages import Member

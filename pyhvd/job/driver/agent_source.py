@@ -11,78 +11,15 @@ from dataclasses import dataclass, field
 
 from pyhvd.job.connections import SILENT_S, ConnectionServer, Peer
 from pyhvd.job.driver.agent_command import END_S, SKIPPED, AgentCommand, AgentProcess
+from pyhvd.job.driver.generation_driver import AgentSource
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.machines.agent_pool import AgentPool
-from pyhvd.job.machines.machine import HostTexts, JobTexts
+from pyhvd.job.machines.machine import HostTexts
 from pyhvd.job.messages import Again, Facts, Hello, Member, Prepare, hello
 from pyhvd.job.mpi.rendezvous import Rendezvous
 from pyhvd.job.spec import DIRECTORY, PYTHON, ElasticSpec, JobSpec, NameOf, flag_of
 from pyhvd.transport.tcp.connection import Secret
 from pyhvd.transport.tcp.session import ChannelError
-
-
-class AgentSource:
-    """Brings the agents of one set of ranks to its driver; here, agents that come by themselves.
-
-    Attributes
-    ----------
-    size : int
-        The number of ranks.
-    pool : AgentPool
-        What is known of the agents.
-    texts : JobTexts
-        The errors of a job with these agents.
-    secret : Secret
-        The key that an agent must hold.
-    addresses : sequence of str
-        Where agents that come by themselves connect.
-    gone : str
-        Why a connection to an agent may end.
-    """
-
-    size: int
-    pool: AgentPool
-    texts: JobTexts
-    secret: Secret
-    addresses: Sequence[str]
-    gone = "its agent is gone"
-
-    def join(self, connections: ConnectionServer) -> None:
-        """Use these connections to the agents."""
-
-    def find_rendezvous(self) -> Rendezvous:
-        """Return how the ranks find each other; called while the agents start."""
-        raise NotImplementedError
-
-    def start(self, index: int) -> None:
-        """Begin to start an agent."""
-
-    def name_of(self, peer: Peer) -> str:  # noqa: ARG002
-        """Return the name of an agent's host; empty if it is not known."""
-        return ""
-
-    def greet(self, peer: Peer, greeting: Hello) -> None:
-        """Answer the first words of an agent: tell it to prepare its host."""
-
-    def admits(self, peer: Peer, member: Member) -> bool:  # noqa: ARG002
-        """Return whether an agent that has prepared its host may have ranks."""
-        return True
-
-    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str] | None:  # noqa: ARG002
-        """Note the loss of an agent, whose ranks may have begun.
-
-        Returns
-        -------
-        list of str or None
-            Its last words, if it has some; None if it was lost between two jobs, and is started again.
-        """
-        return []
-
-    def check(self, now: float) -> None:
-        """Do what is due at this time."""
-
-    def close(self) -> None:
-        """End what has started the agents."""
 
 
 @dataclass(frozen=True)

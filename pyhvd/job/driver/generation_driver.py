@@ -3,8 +3,8 @@
 The thread that calls :meth:`GenerationDriver.serve` does all the work; the driver starts no thread. A job
 without elastic training has one set of ranks, an elastic job one after the other. Its parts:
 
-1. :mod:`pyhvd.job.driver.agent_source` brings the agents, and :mod:`pyhvd.job.connections` holds the
-   connections to them.
+1. An :class:`AgentSource` brings the agents: :mod:`pyhvd.job.driver.agent_source` those that commands start.
+   :mod:`pyhvd.job.connections` holds the connections to them.
 2. :mod:`pyhvd.job.mpi.rendezvous` makes the ranks one MPI world, and says which ranks an agent owns.
 3. :mod:`pyhvd.job.machines.machine` decides when ranks start, and what ends them.
 4. :mod:`pyhvd.job.driver.console` is the user's side, and :mod:`pyhvd.job.driver.held_commits` knows what
@@ -27,11 +27,11 @@ import msgspec
 
 from pyhvd.common.text import list_some
 from pyhvd.job.connections import ELASTIC_SILENT_S, SILENT_S, ConnectionServer, Peer
-from pyhvd.job.driver.agent_source import AgentSource
 from pyhvd.job.driver.console import Console
 from pyhvd.job.driver.held_commits import RESTORE_S, HeldCommits, Outcome
 from pyhvd.job.driver.output import Output
 from pyhvd.job.errors import RankError
+from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.machine import (
     NEWER_ATTEMPT,
     Action,
@@ -39,6 +39,7 @@ from pyhvd.job.machines.machine import (
     Done,
     End,
     JobMachine,
+    JobTexts,
     Late,
     PassOn,
     Pause,
@@ -83,9 +84,74 @@ from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.exit_report import EXIT
 from pyhvd.job.rank.call import load_result
 from pyhvd.job.spec import JobSpec
+from pyhvd.transport.tcp.connection import Secret
 
 # At Ctrl-Z the agents have this long to be told.
 _TELL_S = 1.0
+
+
+class AgentSource:
+    """Brings the agents of one set of ranks to its driver; here, agents that come by themselves.
+
+    Attributes
+    ----------
+    size : int
+        The number of ranks.
+    pool : AgentPool
+        What is known of the agents.
+    texts : JobTexts
+        The errors of a job with these agents.
+    secret : Secret
+        The key that an agent must hold.
+    addresses : sequence of str
+        Where agents that come by themselves connect.
+    gone : str
+        Why a connection to an agent may end.
+    """
+
+    size: int
+    pool: AgentPool
+    texts: JobTexts
+    secret: Secret
+    addresses: Sequence[str]
+    gone = "its agent is gone"
+
+    def join(self, connections: ConnectionServer) -> None:
+        """Use these connections to the agents."""
+
+    def find_rendezvous(self) -> Rendezvous:
+        """Return how the ranks find each other; called while the agents start."""
+        raise NotImplementedError
+
+    def start(self, index: int) -> None:
+        """Begin to start an agent."""
+
+    def name_of(self, peer: Peer) -> str:  # noqa: ARG002
+        """Return the name of an agent's host; empty if it is not known."""
+        return ""
+
+    def greet(self, peer: Peer, greeting: Hello) -> None:
+        """Answer the first words of an agent: tell it to prepare its host."""
+
+    def admits(self, peer: Peer, member: Member) -> bool:  # noqa: ARG002
+        """Return whether an agent that has prepared its host may have ranks."""
+        return True
+
+    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str] | None:  # noqa: ARG002
+        """Note the loss of an agent, whose ranks may have begun.
+
+        Returns
+        -------
+        list of str or None
+            Its last words, if it has some; None if it was lost between two jobs, and is started again.
+        """
+        return []
+
+    def check(self, now: float) -> None:
+        """Do what is due at this time."""
+
+    def close(self) -> None:
+        """End what has started the agents."""
 
 
 @dataclass(eq=False)
