@@ -99,7 +99,7 @@ BOUNDS = {
     "remembered": 8,
     "remembered_returns": 0,
     "spark": 24,
-    "hosts": 61,
+    "hosts": 56,
     "restart": 79,
     "torch_first": 33,
     "torch_later": 3,

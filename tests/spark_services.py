@@ -16,7 +16,7 @@ from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.rank.pickles import dump_functions, load
 from pyhvd.job.spec import JobSpec
 from pyhvd.spark.errors import SparkError
-from pyhvd.spark.job import TaskSource, TaskTexts, serve_tasks
+from pyhvd.spark.job import TaskSource, serve_tasks
 from pyhvd.spark.task_body import run_task
 from pyhvd.transport.tcp.connection import Connection, Secret, connect
 
@@ -117,9 +117,9 @@ class Bench:
         call = dump_functions((function, (), {}))
         self.display = display or cast(Any, EagerDisplay(show))
         job = JobSpec(call, **spec)
-        source = TaskSource(size, self.secret, ["127.0.0.1"], rendezvous or PmiRendezvous(), agents)
-        texts, console = TaskTexts(size, job.start_timeout), Console(_warn, _warn)
-        self.driver = GenerationDriver(job, source, texts, self.display, console)
+        rendezvous = rendezvous or PmiRendezvous()
+        source = TaskSource(size, self.secret, ["127.0.0.1"], rendezvous, job.start_timeout, agents)
+        self.driver = GenerationDriver(job, source, self.display, Console(_warn, _warn))
         self.addresses = [("127.0.0.1", self.driver.connections.ports[0])]
 
     def task(self, index: int, attempt: int = 0) -> Callable[[], Result]:

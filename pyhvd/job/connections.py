@@ -61,6 +61,7 @@ class OnLost(Protocol):
     def __call__(self, peer: Peer, why: str, *, waited: bool) -> None: ...
 
 
+@dataclass(eq=False)
 class ConnectionServer:
     """Serves the connections of one job, in the thread that calls :meth:`turn`.
 
@@ -68,34 +69,33 @@ class ConnectionServer:
 
     Attributes
     ----------
+    gone : str
+        Why a connection may end.
     peers : list of Peer
         The connected processes.
     silent_s : float
         An agent that is silent for this many seconds is lost.
+    selector : selectors.BaseSelector
+        Each turn calls the data of its ready keys, without arguments.
     """
 
-    def __init__(
-        self,
-        secret: Secret,
-        hosts: Sequence[str],
-        size: int,
-        on_message: Callable[[Peer, FromAgent], None],
-        on_lost: OnLost,
-        gone: str = "its agent is gone",
-    ) -> None:
-        self.peers: list[Peer] = []
-        self.silent_s = SILENT_S
-        # Each turn calls the data of its ready keys, without arguments.
-        self.selector = selectors.DefaultSelector()
-        self._secret = secret
-        self._most_strangers = size + _STRANGERS
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._gone = gone  # why a connection may end
-        self._next_beat = 0.0
-        self._silent_since = time.monotonic()  # no peer counts as silent from an earlier time
-        self._listeners: list[socket.socket] = []
-        for host in hosts:
+    secret: Secret
+    hosts: Sequence[str]
+    size: int
+    on_message: Callable[[Peer, FromAgent], None]
+    on_lost: OnLost
+    gone: str = "its agent is gone"
+    peers: list[Peer] = field(default_factory=list)
+    silent_s: float = SILENT_S
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _next_beat: float = 0.0
+    # No peer counts as silent from an earlier time.
+    _silent_since: float = field(default_factory=time.monotonic)
+    _listeners: list[socket.socket] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._most_strangers = self.size + _STRANGERS
+        for host in self.hosts:
             self._listen(host)
 
     @property
@@ -160,7 +160,7 @@ class ConnectionServer:
         if sum(not peer.connection.authenticated for peer in self.peers) >= self._most_strangers:
             sock.close()
             return
-        self._add(Peer(Connection(sock, Session(self._secret.reveal(), Role.SERVER))))
+        self._add(Peer(Connection(sock, Session(self.secret.reveal(), Role.SERVER))))
 
     def _add(self, peer: Peer) -> None:
         self.peers.append(peer)
@@ -181,12 +181,12 @@ class ConnectionServer:
         peer.connection.pump_out()
         try:
             for record in peer.connection.pump_in():
-                self._on_message(peer, decode_from_agent(record))
+                self.on_message(peer, decode_from_agent(record))
         except ChannelError as exc:
             self.drop(peer, f"broke the connection: {exc}")
             return
         if not peer.connection.open:
-            self.drop(peer, f"is lost: {self._gone}")
+            self.drop(peer, f"is lost: {self.gone}")
 
     def _check(self, peer: Peer, now: float) -> None:
         if not peer.connection.authenticated:
@@ -199,7 +199,7 @@ class ConnectionServer:
     def drop(self, peer: Peer, why: str, *, waited: bool = False) -> None:
         """Disconnect a peer, and tell its loss."""
         if peer.member is not None or peer.adopted:
-            self._on_lost(peer, why, waited=waited)
+            self.on_lost(peer, why, waited=waited)
         self.selector.unregister(peer.connection)
         peer.connection.close()
         self.peers.remove(peer)

@@ -6,10 +6,13 @@ data, never code. Agents pass functions and results on as bytes; only ranks and 
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Annotated, TypeVar
 
 import msgspec
 
+from pyhvd._version import __version__
 from pyhvd.job.process.exit_report import ExitReport
 from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError
 
@@ -62,6 +65,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     clock: float
     commit: int = 0
     task: int = -1
+
+
+def hello() -> Hello:
+    """Return this process's versions and time."""
+    return Hello(__version__, ".".join(map(str, sys.version_info[:3])), time.time())
 
 
 class Again(msgspec.Struct, frozen=True, tag=True):

@@ -95,7 +95,7 @@ def _launch_on_hosts(options: Options) -> int:
     from pyhvd.run.hosts.clusters.small import explain_torchrun
     from pyhvd.run.hosts.hosts import HostsError
     from pyhvd.run.hosts.own_host import find_own
-    from pyhvd.run.hosts.selection import read_file, select
+    from pyhvd.run.hosts.selection import describe, read_file, select
 
     refusal = explain_torchrun(os.environ)
     if refusal is not None:
@@ -105,8 +105,6 @@ def _launch_on_hosts(options: Options) -> int:
     except HostsError as exc:
         usage_error(str(exc))
     if options.show_config:
-        from pyhvd.run.show_config import describe
-
         print(describe(selection))
         return 0
     if selection.placed is None:

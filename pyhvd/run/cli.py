@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import re
@@ -17,7 +18,7 @@ from pyhvd._version import __version__
 from pyhvd.config import port_range, read_timeout
 from pyhvd.errors import ConfigError
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT
-from pyhvd.run.flags import SETTINGS, ConfigFileError, add_flags, settings_of
+from pyhvd.run.flags import SETTINGS, ConfigFileError, add_flags, checked, settings_of
 from pyhvd.run.horovod_name import AS_HOROVOD
 from pyhvd.run.options import ElasticOptions, Options
 
@@ -87,47 +88,26 @@ def parse(
     if known.launch_agent is not None and (known.ssh_port or known.ssh_identity_file):
         parser.error("-p and -i are for ssh: put them into the command of --launch-agent")
     settings = _read_settings(known, parser, _tell if tells else bool)
-    return Options(
-        program=program,
-        num_proc=known.num_proc,
-        verbose=known.verbose,
-        mpi_args=known.mpi_args,
-        binding_args=known.binding_args,
-        launcher=known.launcher,
-        start_timeout=known.start_timeout or START_TIMEOUT.default,
-        ends_late=known.start_timeout > 0,
-        output_filename=_absolute(known.output_filename),
-        prefix_output=known.prefix_output or known.prefix_timestamp,
-        prefix_timestamp=known.prefix_timestamp,
-        ranks=known.ranks,
-        dry_run=known.dry_run,
-        settings=settings,
-        directory=_absolute(known.chdir),
-        python=known.python,
-        send_environment=not known.no_env,
-        hosts=known.hosts,
-        hostfile=known.hostfile,
-        slots_per_host=known.slots_per_host,
-        launch_agent=known.launch_agent,
-        ssh_port=known.ssh_port,
-        ssh_identity_file=known.ssh_identity_file,
-        network_interfaces=tuple(known.network_interfaces),
-        port_range=known.port_range,
-        show_config=known.show_config,
-        elastic=_elastic(known, parser),
-    )
+    elastic = _elastic(known, parser)
+    return Options(program, settings=settings, elastic=elastic, **_fields_of(Options, known))
+
+
+def _fields_of(kind: type[Options | ElasticOptions], known: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a dataclass that the parser knows by the same names."""
+    names = (each.name for each in dataclasses.fields(kind))
+    return {name: getattr(known, name) for name in names if hasattr(known, name)}
 
 
 def _read_settings(
     known: argparse.Namespace, parser: argparse.ArgumentParser, tell: Callable[[str], object]
 ) -> dict[str, str]:
-    """Return the variables of the ranks; complete the timeouts (0: none given); tell what has no effect."""
+    """Return the variables of the ranks; complete what depends on them; tell what has no effect."""
     _tell_horovods(known, parser, tell)
     try:
-        known.start_timeout = known.start_timeout or read_timeout(START_TIMEOUT.suffix, 0.0)
-        known.elastic_timeout = known.elastic_timeout or read_timeout(
-            ELASTIC_TIMEOUT.suffix, ELASTIC_TIMEOUT.default
-        )
+        given = known.start_timeout or read_timeout(START_TIMEOUT.suffix, 0.0)
+        known.start_timeout, known.ends_late = given or START_TIMEOUT.default, given > 0
+        known.timeout = known.timeout or read_timeout(ELASTIC_TIMEOUT.suffix, ELASTIC_TIMEOUT.default)
+        known.prefix_output |= known.prefix_timestamp
         return {**settings_of(known, tell), **dict(known.env)}
     except (ConfigFileError, ConfigError) as exc:
         parser.error(str(exc))
@@ -140,7 +120,7 @@ def _refuse_to_start_ranks(known: argparse.Namespace, parser: argparse.ArgumentP
         "-H": known.hosts,
         "--hostfile": known.hostfile,
         "--min-np": known.min_np,
-        "--host-discovery-script": known.host_discovery_script,
+        "--host-discovery-script": known.discovery_script,
     }
     refused = next((flag for flag, value in given.items() if value is not None), None)
     if refused is not None:
@@ -151,22 +131,16 @@ def _refuse_to_start_ranks(known: argparse.Namespace, parser: argparse.ArgumentP
 
 def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> ElasticOptions:
     """Return what the command line says of an elastic job; exit if it contradicts itself."""
-    elastic = ElasticOptions(
-        discovery_script=_absolute(known.host_discovery_script),
-        min_np=known.min_np,
-        max_np=known.max_np,
-        reset_limit=known.reset_limit,
-        timeout=known.elastic_timeout,
-        cooldown=known.blacklist_cooldown_range,
-        preemption_command=known.preemption_command,
-        store=known.elastic_store,
-        store_every=known.elastic_store_every,
-        preload=tuple(filter(None, known.preload.split(","))),
-    )
-    flags = ("max_np", "reset_limit", "preemption_command", "elastic_store")
-    given = [flag for flag in flags if getattr(known, flag)]
-    if given and not elastic.wanted:
-        parser.error(f"--{given[0].replace('_', '-')} is for elastic jobs: give --min-np too")
+    elastic = ElasticOptions(**_fields_of(ElasticOptions, known))
+    given = {
+        "--max-np": elastic.max_np,
+        "--reset-limit": elastic.reset_limit,
+        "--preemption-command": elastic.preemption_command,
+        "--elastic-store": elastic.store,
+    }
+    lone = next((flag for flag, value in given.items() if value), None)
+    if lone is not None and not elastic.wanted:
+        parser.error(f"{lone} is for elastic jobs: give --min-np too")
     sizes = [n for n in (elastic.min_np, known.num_proc, elastic.max_np) if n is not None]
     if elastic.wanted and sizes != sorted(sizes):
         parser.error("--min-np, -n and --max-np: expected each to be at least the one before")
@@ -198,10 +172,6 @@ def _is_python_script(path: str) -> bool:
     with open(path, "rb") as file:
         first = file.readline(4096)
     return path.endswith(".py") or (first.startswith(b"#!") and b"python" in first)
-
-
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else os.path.abspath(path)
 
 
 def usage_error(text: str) -> NoReturn:
@@ -291,8 +261,22 @@ def _parser() -> argparse.ArgumentParser:
         help=f"fail if not all ranks have started after S seconds (default: {START_TIMEOUT.source}), or if"
         " a rank calls init() S seconds later than another (default: PYHVD_START_TIMEOUT, or only say so)",
     )
+    _add_output(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the commands that would start the ranks, and exit"
+    )
+    _add_mpi(parser)
+    _add_place(parser)
+    add_flags(parser)
+    _add_log_spellings(parser)
+    _add_horovods(parser)
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-filename",
+        type=os.path.abspath,
         metavar="DIR",
         help="also write each rank's output to DIR/rank.<rank>/stdout and stderr",
     )
@@ -309,15 +293,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=_ranks, metavar="RANKS", help="show the output of these ranks only, e.g. 0,4-7"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show the commands that would start the ranks, and exit"
-    )
-    _add_mpi(parser)
-    _add_place(parser)
-    add_flags(parser)
-    _add_log_spellings(parser)
-    _add_horovods(parser)
-    return parser
 
 
 def _add_mpi(parser: argparse.ArgumentParser) -> None:
@@ -338,7 +313,11 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the ranks' Python, directory and environment")
     group.add_argument("--python", metavar="PATH", help="the ranks' Python (default: the launcher's)")
     group.add_argument(
-        "--chdir", metavar="DIR", help="where the ranks run (default: the launcher's working directory)"
+        "--chdir",
+        dest="directory",
+        type=os.path.abspath,
+        metavar="DIR",
+        help="where the ranks run (default: the launcher's working directory)",
     )
     group.add_argument(
         "-x",
@@ -351,7 +330,8 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--no-env",
-        action="store_true",
+        dest="send_environment",
+        action="store_false",
         help="do not send the launcher's environment to other hosts, but for what -x names",
     )
 
@@ -401,7 +381,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--port-range",
-        type=_port_range,
+        type=checked(port_range),
         default=range(1),
         metavar="A-B",
         help="ports on which ranks listen for other hosts, at least 3 for each rank of a host (default: any)",
@@ -427,12 +407,15 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--host-discovery-script",
+        dest="discovery_script",
+        type=os.path.abspath,
         metavar="PATH",
         help="a program that prints the hosts there are, each as h or h:slots on a line; run every second",
     )
     group.add_argument(
         "--preload",
-        default="",
+        type=_names,
+        default=(),
         metavar="NAMES",
         help="modules that ranks import anyway, e.g. torch,pandas: ranks are forked from a process that has"
         " imported them, and what the program imports at its top",
@@ -442,12 +425,14 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--elastic-timeout",
+        dest="timeout",
         type=positive_float,
         metavar="S",
         help=f"give up when there are too few hosts for S seconds (default: {ELASTIC_TIMEOUT.source})",
     )
     group.add_argument(
         "--blacklist-cooldown-range",
+        dest="cooldown",
         type=positive_float,
         nargs=2,
         action=_Cooldown,
@@ -468,6 +453,7 @@ def _add_elastic_losses(group: Any) -> None:
     )
     group.add_argument(
         "--elastic-store",
+        dest="store",
         default="",
         metavar="URL",
         help="store commits in a folder too, which fsspec reaches and all hosts share, e.g. s3://bucket/job:"
@@ -475,6 +461,7 @@ def _add_elastic_losses(group: Any) -> None:
     )
     group.add_argument(
         "--elastic-store-every",
+        dest="store_every",
         type=positive_int,
         default=1,
         metavar="N",
@@ -559,11 +546,8 @@ def _interfaces(text: str) -> list[str]:
     return text.split(",")
 
 
-def _port_range(text: str) -> range:
-    try:
-        return port_range(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{exc}, not {text!r}") from None
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def _words(text: str) -> list[str]:

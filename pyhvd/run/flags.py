@@ -10,9 +10,11 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pyhvd.config import WITHOUT_EFFECT, Config, ConfigEntry, suffix_of
+
+T = TypeVar("T")
 
 
 class ConfigFileError(ValueError):
@@ -110,7 +112,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if setting.flag:
             how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
             if setting.entry.takes:
-                how = {"type": _checked(setting.convert), "metavar": setting.entry.takes}
+                how = {"type": checked(setting.convert), "metavar": setting.entry.takes}
             group.add_argument(setting.flag, dest=setting.variable, help=setting.help, **how)
 
 
@@ -181,11 +183,13 @@ def _entries(path: str, sections: Any, known: Collection[str]) -> Iterator[tuple
             raise ConfigFileError(f"{path}: expected sections with entries, not {section}: {entries!r}")
 
 
-def _checked(convert: Callable[[Any], str]) -> Callable[[str], str]:
-    def checked(text: str) -> str:
+def checked(convert: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a conversion for argparse, whose error has the text of a ValueError, and what was given."""
+
+    def check(text: str) -> T:
         try:
             return convert(text)
         except ValueError as exc:
             raise argparse.ArgumentTypeError(f"{exc}, not {text!r}") from None
 
-    return checked
+    return check

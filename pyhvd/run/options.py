@@ -78,7 +78,7 @@ class Options:
         The hosts of ``-H``, and the path of ``--hostfile``.
     launch_agent : str or None
         The agent's command, which :func:`pyhvd.run.hosts.agent_template.check_agent` has accepted.
-    network_interfaces : tuple of str
+    network_interfaces : list of str
         What :func:`pyhvd.job.network.network_plans.parse_wishes` has accepted, or ``any``.
     port_range : range
         The ports on which ranks listen for other hosts; 0 is any.
@@ -112,7 +112,7 @@ class Options:
     launch_agent: str | None = None
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
-    network_interfaces: tuple[str, ...] = ()
+    network_interfaces: list[str] = field(default_factory=list)
     port_range: range = range(1)
     show_config: bool = False
     elastic: ElasticOptions = ElasticOptions()

@@ -34,7 +34,7 @@ from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection, check_frame
 from pyhvd.spark.errors import SparkError, StartTimeoutError
-from pyhvd.spark.job import CollectJob, TaskSource, TaskTexts, serve_tasks
+from pyhvd.spark.job import CollectJob, TaskSource, serve_tasks
 from pyhvd.spark.slots import count_slots, wait_for_slots
 from pyhvd.spark.task_body import TaskBody, pack
 from pyhvd.transport.tcp.connection import Secret
@@ -46,7 +46,6 @@ _log = logging.getLogger("pyhvd")
 
 # Tasks have this long to kill their ranks and end; then Spark kills the Python workers.
 _STOP_S = 3.0
-JOB_END_S = 15.0
 
 
 _RankOptions = tuple[float | None, Mapping[str, str] | None, Iterable[str] | None, str | None]
@@ -148,9 +147,9 @@ def _run(
     secret = Secret()
     rendezvous = PmiRendezvous() if extra is None else _mpiexec(extra, executable)
     with as_spark_errors(), output:
-        source = TaskSource(size, secret, bound, rendezvous)
+        source = TaskSource(size, secret, bound, rendezvous, timeout)
         console = Console(_warn, _warn)
-        driver = GenerationDriver(spec, source, TaskTexts(size, timeout), output, console)
+        driver = GenerationDriver(spec, source, output, console)
         addresses = list(zip(announced, driver.connections.ports, strict=True))
         try:
             results = _drive(context, driver, size, TaskBody(addresses, secret, broadcasts), dealt)
@@ -176,9 +175,7 @@ def _drive(
         try:
             driver.stop(type(exc).__name__, _STOP_S)
         finally:
-            job.cancel()
-        if not job.join(JOB_END_S):
-            _log.warning("Spark has not ended job group %s within %g s", job.group, JOB_END_S)
+            job.end()
         raise
     finally:
         job.close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from pyhvd.config import read_timeout
@@ -17,7 +17,7 @@ from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.driver.agent_source import Checked, HostSlots
 from pyhvd.job.driver.arrivals import Arrivals, TaskAgent
 from pyhvd.job.driver.console import log_warning
-from pyhvd.job.driver.elastic_job import ElasticJob
+from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob
 from pyhvd.job.driver.output import Output
 from pyhvd.job.machines.membership import Membership
 from pyhvd.job.machines.roster import ElasticLimits, Place
@@ -39,7 +39,6 @@ from pyhvd.job.spec import ELASTIC_TIMEOUT, ElasticSpec, JobSpec, argument_of
 from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.launchers.elastic import clear_store, make_store
 from pyhvd.spark.api import (
-    JOB_END_S,
     active_context,
     as_spark_errors,
     driver_hosts,
@@ -54,10 +53,9 @@ from pyhvd.spark.slots import count_slots, wait_for_slots
 from pyhvd.spark.task_body import pack
 from pyhvd.transport.tcp.connection import Secret
 
-_log = logging.getLogger("pyhvd")
-
-# Between two looks at tasks that come when the job is over.
+# Between two looks at tasks that come when the job is over, and time for all of them to end.
 _LOOK_S = 0.05
+_TASKS_END_S = 5.0
 # Of a task, by Spark's default.
 _MOST_FAILURES = "4"
 # The ranks run where Spark runs their tasks.
@@ -211,22 +209,20 @@ def _end(spark: CollectJob, arrivals: Arrivals) -> None:
 
     Tasks that have waited for slots begin when others end; they must find the driver, or Spark shows errors.
     """
-    until = time.monotonic() + JOB_END_S / 3
+    until = time.monotonic() + _TASKS_END_S
     arrivals.dismiss()
     while not spark.join(_LOOK_S) and time.monotonic() < until:
         arrivals.dismiss()
     arrivals.close()
-    if not spark.done:
-        spark.cancel()
-        if not spark.join(JOB_END_S):
-            _log.warning("Spark has not ended job group %s within %g s", spark.group, JOB_END_S)
+    spark.end()
     spark.close()
 
 
-class _TaskStarter:
-    """Takes tasks of Spark for agents: each is a host with one slot. An :class:`AgentStarter`.
+@dataclass(eq=False)
+class _TaskStarter(AgentStarter):
+    """Takes tasks of Spark for agents: each is a host with one slot.
 
-    Parameters
+    Attributes
     ----------
     spec : JobSpec
         What the ranks run.
@@ -240,20 +236,12 @@ class _TaskStarter:
         Knows which executors are being decommissioned.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        least: int,
-        arrivals: Arrivals,
-        spark: CollectJob,
-        watch: DecommissionWatch | None,
-    ) -> None:
-        self._least = least
-        self._arrivals = arrivals
-        self._spark = spark
-        self._watch = watch
-        self._start_timeout = spec.start_timeout
-        self._start_by = time.monotonic() + spec.start_timeout
+    spec: JobSpec
+    least: int
+    arrivals: Arrivals
+    spark: CollectJob
+    watch: DecommissionWatch | None
+    _began: float = field(default_factory=time.monotonic)
 
     def command(self, host: str) -> Sequence[str]:
         """See :meth:`AgentStarter.command`."""
@@ -261,14 +249,13 @@ class _TaskStarter:
 
     def start(self, command: Sequence[str]) -> TaskAgent:
         """See :meth:`AgentStarter.start`."""
-        return self._arrivals.agent(command[0])
+        return self.arrivals.agent(command[0])
 
     def end(self, host: str, agent: AgentProcess) -> None:
         """Let Spark start the task again on another executor, if this one is being decommissioned."""
-        if self._watch is not None and host in self._watch.leaving and isinstance(agent, TaskAgent):
+        if self.watch is not None and host in self.watch.leaving and isinstance(agent, TaskAgent):
             agent.stop(DECOMMISSIONED)
-        agent.end()
-        agent.close()
+        super().end(host, agent)
 
     def explain(self, host: str, code: int, said: str) -> tuple[str, bool]:  # noqa: ARG002
         """See :meth:`AgentStarter.explain`."""
@@ -282,30 +269,30 @@ class _TaskStarter:
 
     def leaving(self) -> Mapping[str, str]:
         """Return the tasks whose executors are being decommissioned."""
-        if self._watch is None:
+        if self.watch is None:
             return {}
-        self._watch.tasks = tasks = self._arrivals.tasks
-        return dict.fromkeys(sorted(self._watch.leaving & tasks.keys()), DECOMMISSIONED)
+        self.watch.tasks = tasks = self.arrivals.tasks
+        return dict.fromkeys(sorted(self.watch.leaving & tasks.keys()), DECOMMISSIONED)
 
     def why_over(self, number: int, now: float) -> Exception | None:
         """See :meth:`AgentStarter.why_over`."""
-        if self._spark.done:
+        if self.spark.done:
             return self._why_spark_ended()
-        if number < 0 and now >= self._start_by:  # the membership gives up then, too
+        if number < 0 and now >= self._began + self.spec.start_timeout:  # the membership gives up then, too
             return StartTimeoutError(
-                f"less than {self._least} tasks have started within {self._start_timeout:g} s: does the"
+                f"less than {self.least} tasks have started within {self.spec.start_timeout:g} s: does the"
                 " cluster have as many free slots? See start_timeout and min_num_proc"
             )
         return None
 
     def _why_spark_ended(self) -> Exception:
         try:
-            self._spark.results()
+            self.spark.results()
         except SparkError as exc:
             return exc
         return SparkError("all tasks have ended, as they have not heard of the driver")
 
     def close(self) -> None:
         """See :meth:`AgentStarter.close`."""
-        if self._watch is not None:
-            self._watch.close()
+        if self.watch is not None:
+            self.watch.close()

@@ -1,8 +1,10 @@
-"""The errors of pyhvd.spark, beside :class:`pyhvd.errors.RankFailedError`."""
+"""The errors of pyhvd.spark, beside :class:`pyhvd.errors.RankFailedError`; imports that may raise one."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pyhvd.common.text import exception_text, shorten
 from pyhvd.job import errors
@@ -35,6 +37,21 @@ def missing_columns(missing: Iterable[str], known: Iterable[str]) -> DataError:
     """Return the error for columns that do not exist."""
     names = ", ".join(map(repr, missing))
     return DataError(f"there is no column {names}; there are {', '.join(known)}")
+
+
+def needed(module: str) -> Any:
+    """Import and return a module of a package that the extra `spark` installs.
+
+    Raises
+    ------
+    SparkError
+        The package cannot be imported here.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        package = module.partition(".")[0]
+        raise SparkError(f'{package} cannot be imported ({exc}): pip install "pyhvd[spark]"') from None
 
 
 def reason_of(exc: BaseException) -> str:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from pyhvd.common.text import list_numbers
 from pyhvd.errors import RankFailedError, RemoteError
-from pyhvd.job.driver.generation_driver import GenerationDriver
+from pyhvd.job.driver.generation_driver import AgentSource, GenerationDriver
 from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.machines.agent_pool import AgentPool
-from pyhvd.job.messages import Hello, Member
+from pyhvd.job.messages import Member
 from pyhvd.job.mpi.rendezvous import RankPlacement, Rendezvous
 from pyhvd.job.process.exit_report import ExitReport
 from pyhvd.spark.data.partition import run_with_rows
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from pyspark import SparkContext
 
-    from pyhvd.job.connections import ConnectionServer, Peer
     from pyhvd.transport.tcp.connection import Secret
 
 _log = logging.getLogger("pyhvd")
@@ -42,6 +41,8 @@ _log = logging.getLogger("pyhvd")
 _numbers = itertools.count()
 # After the Spark job has failed, its ranks have this long to report the cause.
 _LAST_REPORTS_S = 1.0
+# Time for Spark to end a job that was cancelled.
+_END_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ class TaskTexts:
         return error
 
 
-class TaskSource:
-    """Waits for tasks of Spark, which connect by themselves; an :class:`AgentSource`.
+@dataclass(eq=False)
+class TaskSource(AgentSource):
+    """Waits for tasks of Spark, which connect by themselves.
 
-    Parameters
+    Attributes
     ----------
     size : int
         The number of ranks.
@@ -104,56 +106,27 @@ class TaskSource:
         Where agents connect.
     rendezvous : Rendezvous
         How the ranks find each other.
+    start_timeout : float
+        The time limit in seconds that errors name.
     agents : int, optional
         The number of agents; by default one for each rank.
     """
 
+    size: int
+    secret: Secret
+    addresses: Sequence[str]
+    rendezvous: Rendezvous
+    start_timeout: float
+    agents: int | None = None
     gone = "its Spark task is gone (Python worker, executor or host)"
 
-    def __init__(
-        self,
-        size: int,
-        secret: Secret,
-        addresses: Sequence[str],
-        rendezvous: Rendezvous,
-        agents: int | None = None,
-    ) -> None:
-        self.size = size
-        self.pool = AgentPool([""] * (agents or size), starts=False)
-        self.secret = secret
-        self.addresses = addresses
-        self._rendezvous = rendezvous
+    def __post_init__(self) -> None:
+        self.pool = AgentPool([""] * (self.agents or self.size), starts=False)
+        self.texts = TaskTexts(self.size, self.start_timeout)
 
     def find_rendezvous(self) -> Rendezvous:
         """See :meth:`AgentSource.find_rendezvous`."""
-        return self._rendezvous
-
-    def name_of(self, peer: Peer) -> str:  # noqa: ARG002
-        """See :meth:`AgentSource.name_of`."""
-        return ""
-
-    def join(self, connections: ConnectionServer) -> None:
-        """See :meth:`AgentSource.join`."""
-
-    def start(self, index: int) -> None:
-        """See :meth:`AgentSource.start`."""
-
-    def greet(self, peer: Peer, greeting: Hello) -> None:
-        """See :meth:`AgentSource.greet`."""
-
-    def admits(self, peer: Peer, member: Member) -> bool:  # noqa: ARG002
-        """See :meth:`AgentSource.admits`."""
-        return True
-
-    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str]:  # noqa: ARG002
-        """See :meth:`AgentSource.lose`."""
-        return []
-
-    def check(self, now: float) -> None:
-        """See :meth:`AgentSource.check`."""
-
-    def close(self) -> None:
-        """See :meth:`AgentSource.close`."""
+        return self.rendezvous
 
 
 class CollectJob:
@@ -212,6 +185,12 @@ class CollectJob:
         if self._error is not None:
             raise SparkError(f"Spark ended the job: {reason_of(self._error)}") from self._error
         return self._results
+
+    def end(self) -> None:
+        """Do :meth:`cancel`, and wait until the job is over; warn if that takes too long."""
+        self.cancel()
+        if not self.join(_END_S):
+            _log.warning("Spark has not ended job group %s within %g s", self.group, _END_S)
 
     def cancel(self) -> None:
         """Make Spark end the job; it kills Python workers that do not end by themselves.

@@ -58,12 +58,14 @@ def pack(
     return code, found
 
 
-def rank_variables(broadcasts: Mapping[int, Any]) -> dict[str, str]:
-    """Return the variables of a rank whose task has these broadcast variables; call it in the task."""
+def rank_variables(context: Any, broadcasts: Mapping[int, Any]) -> dict[str, str]:
+    """Return the variables of a rank whose task has this context and these broadcast variables."""
     from pyspark import SparkFiles
 
+    resources = {name: list(each.addresses) for name, each in context.resources().items()}
     paths = {number: each._path for number, each in broadcasts.items()}
-    return {SPARK_TASK: json.dumps({"folder": SparkFiles.getRootDirectory(), "broadcasts": paths})}
+    task = {"folder": SparkFiles.getRootDirectory(), "broadcasts": paths}
+    return {RESOURCES: json.dumps(resources), SPARK_TASK: json.dumps(task)}
 
 
 class TaskBody:
@@ -91,8 +93,7 @@ class TaskBody:
         assert context is not None
         # Not attemptNumber(): when Spark retries a barrier stage as a whole, that begins at 0 again.
         attempt = context.taskAttemptId()
-        resources = {name: list(each.addresses) for name, each in context.resources().items()}
-        env = {RESOURCES: json.dumps(resources), **rank_variables(self._broadcasts)}
+        env = rank_variables(context, self._broadcasts)
         return run_task(self._addresses, self._secret, index, attempt, files, env)
 
 

@@ -16,13 +16,13 @@ pa = pytest.importorskip("pyarrow", reason="make test-spark installs it")
 fsspec = pytest.importorskip("fsspec", reason="make test-spark installs it")
 
 import pyhvd.spark  # noqa: E402
-from pyhvd.spark.data import manifest, optional_imports  # noqa: E402
+from pyhvd.spark.data import manifest  # noqa: E402
 from pyhvd.spark.data.columns import describe, to_batch  # noqa: E402
 from pyhvd.spark.data.folder import Folder  # noqa: E402
 from pyhvd.spark.data.manifest import Dataset  # noqa: E402
 from pyhvd.spark.data.partition import SpilledPieces, spill  # noqa: E402
 from pyhvd.spark.data.write_partition import PART_NAME, PartWriter  # noqa: E402
-from pyhvd.spark.errors import DataError, SparkError  # noqa: E402
+from pyhvd.spark.errors import DataError, SparkError, needed  # noqa: E402
 
 
 @pytest.fixture(params=["local", "url"])
@@ -349,4 +349,4 @@ def test_a_run_id_is_a_name(run_id: str) -> None:
 
 def test_an_extra_that_is_not_installed() -> None:
     with pytest.raises(SparkError, match=r'nonesuch cannot be imported .*: pip install "pyhvd\[spark\]"'):
-        optional_imports.needed("nonesuch.module")
+        needed("nonesuch.module")

@@ -10,7 +10,7 @@ from pyhvd import config, elastic, errors, simulation, testing
 from pyhvd.config import SHARED, Config, suffix_of
 from pyhvd.job import spec
 from pyhvd.run import cli
-from pyhvd.run.hosts.clusters import lsf, slurm, small
+from pyhvd.run.hosts.clusters import slurm, small
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
@@ -117,5 +117,5 @@ def test_the_states_of_a_cached_call_are_those_of_the_code() -> None:
 
 
 def test_agents_of_clusters_are_the_codes() -> None:
-    for agent in (small.KUBERNETES_AGENT, lsf.AGENT, slurm.AGENT):
+    for agent in (small.KUBERNETES_AGENT, small.LSF_AGENT, slurm.AGENT):
         assert f"`{agent}`" in MANY_HOSTS

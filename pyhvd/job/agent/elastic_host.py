@@ -127,26 +127,20 @@ class Zygote:
         """Whether it was killed."""
         return not self._unfit and self._process.poll() is not None
 
-    def popen(
-        self,
-        args: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str | None,
-        stdin: int,
-        stdout: int,
-        stderr: int,
-        pass_fds: Sequence[int],
-        start_new_session: bool,  # noqa: ARG002 - it always does
-    ) -> Any:
-        """Start ``python ... -m module argument ...`` as :class:`subprocess.Popen` does, by a fork."""
+    def popen(self, args: Sequence[str], **options: Any) -> Any:
+        """Start ``python ... -m module argument ...`` as :class:`subprocess.Popen` does, by a fork.
+
+        `options` are those of :class:`~pyhvd.job.process.supervised.SupervisedProcess`. The process gets a
+        session of its own in any case.
+        """
         at = list(args).index("-m")
         null = os.open(os.devnull, os.O_RDONLY)
         try:
-            standard = [null if stdin == subprocess.DEVNULL else stdin, stdout, stderr]
-            numbers = [0, 1, 2, *pass_fds]
-            fork = Fork(args[at + 1], list(args[at + 2 :]), dict(env), cwd or os.getcwd(), numbers)
-            send(self._channel, fork, [*standard, *pass_fds])
+            stdin = null if options["stdin"] == subprocess.DEVNULL else options["stdin"]
+            numbers = [0, 1, 2, *options["pass_fds"]]
+            directory = options["cwd"] or os.getcwd()
+            fork = Fork(args[at + 1], list(args[at + 2 :]), dict(options["env"]), directory, numbers)
+            send(self._channel, fork, [stdin, options["stdout"], options["stderr"], *options["pass_fds"]])
             answer = receive(self._channel)
         except (OSError, ValueError):
             answer = None
@@ -154,16 +148,7 @@ class Zygote:
             os.close(null)
         if answer is None or not isinstance(answer[0], Forked):
             self.close()
-            return subprocess.Popen(
-                args,
-                env=env,
-                cwd=cwd,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
+            return subprocess.Popen(args, **options)
         return ForkedProcess(answer[0].pid)
 
     def close(self) -> None:

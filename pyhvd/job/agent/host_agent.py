@@ -31,8 +31,7 @@ from pyhvd.job.agent.function_process import FunctionProcess
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.program_process import ProgramProcess
 from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, ELASTIC_BEAT_S
-from pyhvd.job.facts import hello
-from pyhvd.job.messages import Again, Beat, Member, Prepare, Stop, decode_from_driver, encode
+from pyhvd.job.messages import Again, Beat, Member, Prepare, Stop, decode_from_driver, encode, hello
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session

@@ -7,76 +7,19 @@ import random
 import selectors
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from pyhvd.job.connections import SILENT_S, ConnectionServer, Peer
 from pyhvd.job.driver.agent_command import END_S, SKIPPED, AgentCommand, AgentProcess
+from pyhvd.job.driver.generation_driver import AgentSource
 from pyhvd.job.driver.kept_agents import KeptAgents
-from pyhvd.job.facts import hello, problem, version_problem
 from pyhvd.job.machines.agent_pool import AgentPool
-from pyhvd.job.messages import Again, Facts, Hello, Member, Prepare
+from pyhvd.job.machines.machine import HostTexts
+from pyhvd.job.messages import Again, Facts, Hello, Member, Prepare, hello
 from pyhvd.job.mpi.rendezvous import Rendezvous
-from pyhvd.job.spec import ElasticSpec, JobSpec
+from pyhvd.job.spec import DIRECTORY, PYTHON, ElasticSpec, JobSpec, NameOf, flag_of
 from pyhvd.transport.tcp.connection import Secret
 from pyhvd.transport.tcp.session import ChannelError
-
-
-class AgentSource(Protocol):
-    """Brings the agents of one set of ranks to its driver.
-
-    Attributes
-    ----------
-    size : int
-        The number of ranks.
-    pool : AgentPool
-        What is known of the agents.
-    secret : Secret
-        The key that an agent must hold.
-    addresses : sequence of str
-        Where agents that come by themselves connect.
-    gone : str
-        Why a connection to an agent may end.
-    """
-
-    size: int
-    pool: AgentPool
-    secret: Secret
-    addresses: Sequence[str]
-    gone: str
-
-    def join(self, connections: ConnectionServer) -> None:
-        """Use these connections to the agents."""
-
-    def find_rendezvous(self) -> Rendezvous:
-        """Return how the ranks find each other; called while the agents start."""
-
-    def start(self, index: int) -> None:
-        """Begin to start an agent."""
-
-    def name_of(self, peer: Peer) -> str:
-        """Return the name of an agent's host; empty if it is not known."""
-
-    def greet(self, peer: Peer, greeting: Hello) -> None:
-        """Answer the first words of an agent: tell it to prepare its host."""
-
-    def admits(self, peer: Peer, member: Member) -> bool:
-        """Return whether an agent that has prepared its host may have ranks."""
-
-    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str] | None:
-        """Note the loss of an agent, whose ranks may have begun.
-
-        Returns
-        -------
-        list of str or None
-            Its last words, if it has some; None if it was lost between two jobs, and is started again.
-        """
-
-    def check(self, now: float) -> None:
-        """Do what is due at this time."""
-
-    def close(self) -> None:
-        """End what has started the agents."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +35,7 @@ class HostSlots:
 class Checked:
     """What all hosts must have, and how the ranks find each other.
 
-    For the first three see :func:`pyhvd.job.facts.problem`; `facts` are the launcher's.
+    For the first three see :func:`problem`; `facts` are the launcher's.
     """
 
     directory: str
@@ -122,56 +65,46 @@ class HostAgent:
     waking: bool = False
 
 
-class CommandSource:
+@dataclass(eq=False)
+class CommandSource(AgentSource):
     """Starts an agent on each host by a command, or takes one that an earlier job has left.
 
-    Parameters
+    Attributes
     ----------
     spec : JobSpec
         What the ranks run.
     hosts : sequence of HostSlots
         The hosts.
-    checked : callable
+    find_checked : callable
         Returns what all hosts must have; called while the agents start.
     explain : callable
         See :data:`Explain`.
     kept : KeptAgents, optional
         Where agents are taken from, as far as they are there, and left.
-
-    Attributes
-    ----------
-    hosts : sequence of HostSlots
-        As given.
     refused : dict of str to str
         The hosts on which ranks cannot run, and why.
     """
 
-    addresses: Sequence[str] = ()
-    gone = "its agent is gone"
+    spec: JobSpec
+    hosts: Sequence[HostSlots]
+    find_checked: Callable[[], Checked]
+    explain: Explain
+    kept: KeptAgents | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    _own: Hello = field(default_factory=hello)
+    addresses = ()
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        hosts: Sequence[HostSlots],
-        checked: Callable[[], Checked],
-        explain: Explain,
-        kept: KeptAgents | None = None,
-    ) -> None:
-        self.hosts = hosts
-        self.size = sum(host.slots for host in hosts)
-        self.pool = AgentPool([host.name for host in hosts], starts=True)
+    def __post_init__(self) -> None:
+        names = [host.name for host in self.hosts]
+        self.size = sum(host.slots for host in self.hosts)
+        self.pool = AgentPool(names, starts=True)
+        self.texts = HostTexts(self.size, names, self.spec.start_timeout, self.spec.name_of)
         self.secret = Secret()
-        self._agents = [HostAgent(number, host) for number, host in enumerate(hosts)]
-        self.refused: dict[str, str] = {}
-        self._spec = spec
-        self._check = checked
-        self._explain = explain
-        self._kept = kept
-        self._own = hello()
+        self._agents = [HostAgent(number, host) for number, host in enumerate(self.hosts)]
 
     def find_rendezvous(self) -> Rendezvous:
         """See :meth:`AgentSource.find_rendezvous`; look at what this host has, and others must have."""
-        self._checked = self._check()
+        self._checked = self.find_checked()
         return self._checked.rendezvous
 
     def name_of(self, peer: Peer) -> str:
@@ -189,7 +122,7 @@ class CommandSource:
         """See :meth:`AgentSource.start`."""
         agent = self._agents[index]
         words = agent.host.command
-        kept = None if self._kept is None else self._kept.take(words)
+        kept = None if self.kept is None else self.kept.take(words)
         try:
             agent.command = command = kept or AgentCommand(words, self.secret.reveal())
         except OSError as exc:
@@ -207,14 +140,14 @@ class CommandSource:
         agent = self._agent_of(peer)
         agent.waking = False
         self.pool.set_clock(agent.number, greeting.clock - time.time())
-        if wrong := version_problem(self._own, greeting, self._spec.name_of):
+        if wrong := version_problem(self._own, greeting, self.spec.name_of):
             self._refuse(agent, wrong)
         else:
             peer.send(self._prepare(agent))
 
     def _prepare(self, agent: HostAgent) -> Prepare:
         """Return what an agent shall own, and look for."""
-        checked, spec = self._checked, self._spec
+        checked, spec = self._checked, self.spec
         elastic = spec.elastic or ElasticSpec()
         return Prepare(
             *(agent.number, agent.host.slots, checked.directory, checked.script),
@@ -231,7 +164,7 @@ class CommandSource:
         if (member.index, member.slots) != (agent.number, agent.host.slots) or member.facts is None:
             raise ChannelError("an agent registered as another than it is")
         checked = self._checked
-        wrong = problem(checked.facts, member.facts, checked.directory, checked.script, self._spec.name_of)
+        wrong = problem(checked.facts, member.facts, checked.directory, checked.script, self.spec.name_of)
         if wrong:
             self._refuse(agent, wrong)
         return not wrong
@@ -254,7 +187,7 @@ class CommandSource:
             if len(peer.connection.skipped) > SKIPPED:
                 begins = repr(said[:80])
                 said = f"{SKIPPED} bytes were printed instead of the agent's first; they begin: {begins}"
-            text, may_pass = self._explain(agent.host.name, code, said)
+            text, may_pass = self.explain(agent.host.name, code, said)
             self.pool.fail(agent.number, text, time.monotonic(), random.random(), may_pass=may_pass)
         return said.splitlines()[-1:]
 
@@ -267,14 +200,14 @@ class CommandSource:
 
     def keep_agents(self) -> None:
         """Leave the agents for a next job, after all ranks have ended."""
-        assert self._kept is not None
+        assert self.kept is not None
         for agent in self._agents:
             peer, command = agent.peer, agent.command
             if peer is not None and command is not None and peer.connection.open:
                 self._connections.release(peer)
                 self._ignore(command)
                 agent.peer = agent.command = None
-                self._kept.keep(agent.host.command, command)
+                self.kept.keep(agent.host.command, command)
 
     def close(self) -> None:
         """See :meth:`AgentSource.close`."""
@@ -304,3 +237,39 @@ class CommandSource:
         """Listen no more to what a command says besides its channel; it may have ended in this turn."""
         with contextlib.suppress(KeyError, ValueError):
             self._connections.selector.unregister(command)
+
+
+def version_problem(own: Hello, other: Hello, name_of: NameOf = flag_of) -> str:
+    """Return what is wrong with a host's software, and the remedy; empty if nothing is."""
+    if own.pyhvd != other.pyhvd:
+        return (
+            f"it has pyhvd {other.pyhvd}, the launcher has {own.pyhvd}: install the same version there, with"
+            f" pip install pyhvd=={own.pyhvd}"
+        )
+    if own.python.rpartition(".")[0] != other.python.rpartition(".")[0]:
+        return (
+            f"it has Python {other.python}, the launcher has {own.python}: give the path of the same Python"
+            f" with {name_of(PYTHON)}"
+        )
+    return ""
+
+
+def problem(own: Facts, other: Facts, directory: str, script: str, name_of: NameOf = flag_of) -> str:
+    """Return what a host lacks, and the remedy; empty if it lacks nothing."""
+    if not other.mpi:
+        return other.mpi_name
+    if other.mpi != own.mpi:
+        return (
+            f"mpi4py is built on {other.mpi_name} there, which is another MPI family than the launcher's"
+            f" {own.mpi_name}: install the same MPI on all hosts"
+        )
+    if not other.has_directory:
+        return (
+            f"there is no directory {directory}, or it is closed to this user: make it there, share it, or"
+            f" name another with {name_of(DIRECTORY)}"
+        )
+    if script and not other.script:
+        return f"there is no script {script} in {directory}: copy it there, or share the directory"
+    if script and other.script != own.script:
+        return f"the script {script} in {directory} is another than the launcher's: copy it there again"
+    return ""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import selectors
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from selectors import BaseSelector
 
 from pyhvd.job.connections import Peer
-from pyhvd.job.driver.input import InputReader
-from pyhvd.job.driver.status_line import StatusLine
-from pyhvd.job.messages import FromDriver, Input
+from pyhvd.job.driver.status_line import StatusLine, is_in_background
+from pyhvd.job.messages import INPUT_CREDIT, FromDriver, Input
+from pyhvd.job.process.signals import to_handle, wake_on_signals
 
 _log = logging.getLogger("pyhvd")
+
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,29 @@ class Terminal:
         else:
             self.status.end()
 
-    def input_for(self, peer: Peer, selector: BaseSelector) -> Iterator[FromDriver]:
+    def input_for(self, peer: Peer, selector: selectors.BaseSelector) -> Iterator[FromDriver]:
         """Begin to read stdin for rank 0; the feed of its agent does so after the rank has been started."""
         if self.reads:
             self._input = InputReader(0, selector, lambda data: peer.send(Input(data)))
         else:
             yield Input(b"")
+
+    @contextlib.contextmanager
+    def hearing_signals(self, selector: selectors.BaseSelector) -> Iterator[None]:
+        """Note this process's signals in the list, and wake the selector, while ranks are served."""
+        numbers = [*to_handle(), signal.SIGCHLD, signal.SIGTSTP]
+        before = {number: signal.getsignal(number) for number in numbers}
+        wake = wake_on_signals(lambda number, _: self.signals.append(number))
+        if before[signal.SIGTSTP] != signal.SIG_IGN:  # a shell without job control
+            signal.signal(signal.SIGTSTP, lambda number, _: self.signals.append(number))
+        selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
+        try:
+            yield
+        finally:
+            os.close(signal.set_wakeup_fd(-1))
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(wake)
 
     def acknowledge_input(self, count: int) -> None:
         """Note that rank 0 has taken bytes."""
@@ -85,3 +107,84 @@ class Terminal:
         """Read no more input."""
         if self._input is not None:
             self._input.close()
+
+
+class InputReader:
+    """Reads a descriptor when it has bytes, while less than the credit is on the way to rank 0.
+
+    A terminal is read only in the foreground: reading would stop this process in the background.
+
+    Parameters
+    ----------
+    source : int
+        The descriptor; it stays the caller's.
+    selector : selectors.BaseSelector
+        Calls the data of its ready keys, without arguments.
+    send : callable
+        Called with bytes, and at the end with none.
+    """
+
+    def __init__(self, source: int, selector: selectors.BaseSelector, send: Callable[[bytes], None]) -> None:
+        self._source = source
+        self._selector = selector
+        self._send = send
+        self._unacknowledged = 0
+        self._ended = False
+        self._listens = False
+        self.check()
+
+    def acknowledge(self, count: int) -> None:
+        """Note that rank 0 has taken bytes."""
+        self._unacknowledged -= count
+        self.check()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._ended = True
+        self.check()
+
+    def check(self) -> None:
+        """Wait for bytes if there is credit; a file has its bytes at once, and cannot be waited for.
+
+        In the background bytes may wait for another program: this process would look for them without end.
+        """
+        wanted = self._has_credit and not is_in_background(self._source)
+        if wanted and not self._listens:
+            try:
+                self._selector.register(self._source, selectors.EVENT_READ, self._read)
+                self._listens = True
+            except PermissionError:
+                while self._has_credit:
+                    self._read()
+            except (OSError, ValueError, KeyError):  # closed
+                self._ended = True
+                self._send(b"")
+        elif not wanted:
+            self._ignore()
+
+    @property
+    def _has_credit(self) -> bool:
+        return not self._ended and self._unacknowledged < INPUT_CREDIT
+
+    def _ignore(self) -> None:
+        """Wait no more, until the next :meth:`check`."""
+        if self._listens:
+            self._listens = False
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._source)
+
+    def _read(self) -> None:
+        if is_in_background(self._source):
+            self._ignore()
+            return
+        try:
+            data = os.read(self._source, _CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        self._unacknowledged += len(data)
+        self._ended = self._ended or not data
+        self._send(data)
+        if self._listens:
+            self.check()

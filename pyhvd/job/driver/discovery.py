@@ -1,6 +1,6 @@
 """Ask a script, or a function of the user's, for the hosts of an elastic job, once a second.
 
-A thread asks. It shares only a queue and two pipes with the driver, so a script or a call that hangs does not
+A thread asks. It shares only a queue and a pipe with the driver, so a script or a call that hangs does not
 block the driver. A script runs in its own session, below a shell that kills the script and its children when
 the driver dies. A call cannot be killed, so each call runs in its own thread.
 """
@@ -65,21 +65,12 @@ class Discovery(ABC):
         self._interval = interval
         self._limit = limit
         self._results: queue.SimpleQueue[Found | DiscoveryFailed] = queue.SimpleQueue()
-        self._wake, self._waker = os.pipe()
         self._closed, self._closer = os.pipe()
-        for fd in (self._wake, self._waker):
-            os.set_blocking(fd, False)
         self._thread = threading.Thread(target=self._run, name="pyhvd.job.discovery", daemon=True)
         self._thread.start()
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when :meth:`take` has something to return."""
-        return self._wake
-
     def take(self) -> list[Found | DiscoveryFailed]:
         """Return the results since the last call, the oldest first."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake, 1 << 16)
         results = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -95,8 +86,7 @@ class Discovery(ABC):
         # A process that waits for a file system cannot be killed; then the thread keeps its descriptors.
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
-            for fd in (self._wake, self._waker, self._closed):
-                os.close(fd)
+            os.close(self._closed)
 
     def _run(self) -> None:
         due = time.monotonic()
@@ -106,12 +96,7 @@ class Discovery(ABC):
 
     @abstractmethod
     def _run_once(self, until: float) -> None:
-        """Ask once, and hand over the result; return within about 1 s after this object is closed."""
-
-    def _hand_over(self, result: Found | DiscoveryFailed) -> None:
-        self._results.put(result)
-        with contextlib.suppress(BlockingIOError):  # full: it is readable already
-            os.write(self._waker, b"x")
+        """Ask once, and queue the result; return within about 1 s after this object is closed."""
 
     def _is_closed(self, wait: float = 0.0) -> bool:
         """Return whether this object is closed; wait at most `wait` seconds for it."""
@@ -149,12 +134,12 @@ class ScriptDiscovery(Discovery):
                 start_new_session=True,
             )
         except OSError as exc:
-            self._hand_over(DiscoveryFailed(f"the script cannot be started: {exc}"))
+            self._results.put(DiscoveryFailed(f"the script cannot be started: {exc}"))
             return
         try:
             result = self._watch(process, until)
             if result is not None:
-                self._hand_over(result)
+                self._results.put(result)
         finally:
             if process.returncode is None:  # not reaped: no other group can have this number
                 signal_group(process.pid, signal.SIGKILL)
@@ -245,14 +230,14 @@ class CallDiscovery(Discovery):
         try:
             over = self._start(results)
         except (OSError, RuntimeError) as exc:
-            self._hand_over(DiscoveryFailed(f"the call cannot be started: {exc}"))
+            self._results.put(DiscoveryFailed(f"the call cannot be started: {exc}"))
             return
         try:
             ready = _readable([over, self._closed], until - time.monotonic())
             if over in ready:
-                self._hand_over(results[0])
+                self._results.put(results[0])
             while not ready:
-                self._hand_over(DiscoveryFailed(f"the call has not returned within {self._limit:g} s"))
+                self._results.put(DiscoveryFailed(f"the call has not returned within {self._limit:g} s"))
                 ready = _readable([over, self._closed], self._limit)
             if over not in ready:
                 _readable([over], _JOIN_S / 2)

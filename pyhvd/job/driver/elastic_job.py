@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyhvd.common.text import list_hosts
@@ -23,16 +23,14 @@ from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, Terminal
 from pyhvd.job.driver.drain_socket import DrainError, DrainSocket
-from pyhvd.job.driver.function_results import error_of, take_results
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.held_commits import HeldCommits, Outcome, StateLostError
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
-from pyhvd.job.driver.signals import signals
 from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
-from pyhvd.job.machines.machine import HostTexts, Say
+from pyhvd.job.machines.machine import Say
 from pyhvd.job.machines.membership import (
     AskToLeave,
     EndAgent,
@@ -46,6 +44,7 @@ from pyhvd.job.machines.membership import (
 from pyhvd.job.machines.roster import Place
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.signals import ENDING
+from pyhvd.job.rank.call import as_function_errors
 from pyhvd.job.rank.generation_env import JOB
 from pyhvd.job.spec import JobSpec
 from pyhvd.transport.tcp.session import ChannelError
@@ -67,13 +66,13 @@ class _GaveUp(Exception):
         self.error = error
 
 
+@dataclass(frozen=True)
 class _Starting:
     """An agent that is being started."""
 
-    def __init__(self, words: Sequence[str], command: AgentProcess, until: float) -> None:
-        self.words = words
-        self.command = command
-        self.until = until
+    words: Sequence[str]
+    command: AgentProcess
+    until: float
 
     def is_up(self) -> bool:
         """Return whether the agent has spoken, so that its side of the handshake is over too.
@@ -117,8 +116,10 @@ class AgentStarter(Protocol):
     def start(self, command: Sequence[str]) -> AgentProcess:
         """Start an agent; raise OSError if that is not possible."""
 
-    def end(self, host: str, agent: AgentProcess) -> None:
+    def end(self, host: str, agent: AgentProcess) -> None:  # noqa: ARG002
         """End the agent of a host that leaves the job."""
+        agent.end()
+        agent.close()
 
     def explain(self, host: str, code: int, said: str) -> tuple[str, bool]:
         """Return why a host's command failed; see :data:`~pyhvd.job.driver.agent_source.Explain`."""
@@ -127,10 +128,12 @@ class AgentStarter(Protocol):
         """Return the hosts of a generation, what they must have, and the network; may raise LaunchError."""
 
     def leaving(self) -> Mapping[str, str]:
-        """Return the hosts that will be taken away, and why; they may come again."""
+        """Return the hosts that will be taken away, and why, as a cluster knows; they may come again."""
+        return {}
 
-    def why_over(self, number: int, now: float) -> Exception | None:
-        """Return why the job cannot go on after this generation; None if it can."""
+    def why_over(self, number: int, now: float) -> Exception | None:  # noqa: ARG002
+        """Return why the job cannot go on after this generation, as a cluster knows; None if it can."""
+        return None
 
     def close(self) -> None:
         """Free what the agents needed, after they have ended."""
@@ -159,13 +162,14 @@ class Generation:
         """Return a context in which the ranks get this process's signals, if it is pyhvdrun."""
         if self.terminal is None:
             return contextlib.nullcontext()
-        return signals(self.terminal, self.driver.selector)
+        return self.terminal.hearing_signals(self.driver.selector)
 
 
+@dataclass(eq=False)
 class ElasticJob:
     """One elastic job, in the thread that calls :meth:`serve`.
 
-    Parameters
+    Attributes
     ----------
     spec : JobSpec
         What the ranks run.
@@ -182,40 +186,30 @@ class ElasticJob:
     status : StatusLine, optional
         Shows how far the first start has come; None if a program has started this job, which then keeps its
         signals and stdin.
-
-    Attributes
-    ----------
     last : Generation or None
         The last generation, which is over.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        membership: Membership,
-        starter: AgentStarter,
-        discovery: Finds | None,
-        output: Output,
-        say: Callable[[str], None],
-        status: StatusLine | None = None,
-    ) -> None:
-        self.last: Generation | None = None
-        self._spec = dataclasses.replace(spec, env={**spec.env, JOB: secrets.token_hex(3)})
-        self._membership = membership
-        self._starter = starter
-        self._discovery = discovery
-        self._output = output
-        self._say = say
-        self._status = status
-        self._kept = KeptAgents()  # without ranks
-        self._commit = 0  # the newest of which an agent has told
-        self._holders: set[str] | None = None  # of the last generation, but for those that are lost
-        self._starting: dict[str, _Starting] = {}
-        self._up: dict[str, Sequence[str]] = {}  # the commands of agents that are up, by host
-        self._next: StartGeneration | None = None
-        self._running: Generation | None = None
-        self._finished = False
-        self._requests: DrainSocket | None = None
+    spec: JobSpec
+    membership: Membership
+    starter: AgentStarter
+    discovery: Finds | None
+    output: Output
+    say: Callable[[str], None]
+    status: StatusLine | None = None
+    last: Generation | None = None
+    _kept: KeptAgents = field(default_factory=KeptAgents)  # without ranks
+    _commit: int = 0  # the newest of which an agent has told
+    _holders: set[str] | None = None  # of the last generation, but for those that are lost
+    _starting: dict[str, _Starting] = field(default_factory=dict)
+    _up: dict[str, Sequence[str]] = field(default_factory=dict)  # the commands of agents that are up, by host
+    _next: StartGeneration | None = None
+    _running: Generation | None = None
+    _finished: bool = False
+    _requests: DrainSocket | None = None
+
+    def __post_init__(self) -> None:
+        self.spec = dataclasses.replace(self.spec, env={**self.spec.env, JOB: secrets.token_hex(3)})
         with contextlib.suppress(OSError):  # without a private folder: hosts are drained by signals only
             self._requests = DrainSocket()
 
@@ -251,7 +245,7 @@ class ElasticJob:
         for starting in self._starting.values():
             starting.end()
         self._kept.close()
-        self._starter.close()
+        self.starter.close()
 
     def serve_function(self) -> list[Any]:
         """Do :meth:`serve` for ranks that run a function; return what the last ones returned.
@@ -261,26 +255,23 @@ class ElasticJob:
         RankFailedError
             Ranks fail again and again.
         """
-        try:
+        with as_function_errors():
             self.serve()
-        except RankError as exc:
-            error = error_of(exc)
-            raise error from error.__cause__
         assert self.last is not None
-        return take_results(self.last.driver)
+        return self.last.driver.take_results()
 
     # -- what happens ----------------------------------------------------------------------------------
 
     def _step(self, now: float) -> None:
         """Tell the machine what has happened, and do what it decides."""
-        if (error := self._starter.why_over(self._membership.number, now)) is not None:
+        if (error := self.starter.why_over(self.membership.number, now)) is not None:
             raise _GaveUp(error)
         self._look_at_discovery(now)
         self._look_at_agents(now)
-        self._look_at_notices(now)
+        self._look_at_notices()
         if self._running is not None:
-            self._membership.committed(self._running.held.commits, now)
-        for action in self._membership.tick(now):
+            self.membership.committed(self._running.held.commits, now)
+        for action in self.membership.tick(now):
             if isinstance(action, StartGeneration):
                 self._next = action
             elif isinstance(action, StartAgent):
@@ -296,16 +287,16 @@ class ElasticJob:
             elif isinstance(action, Finish):
                 self._finished = True
             elif isinstance(action, Say):
-                self._say(action.text)
+                self.say(action.text)
 
     def _look_at_discovery(self, now: float) -> None:
-        if self._discovery is None:
+        if self.discovery is None:
             return
-        for found in self._discovery.take():
+        for found in self.discovery.take():
             if isinstance(found, DiscoveryFailed):
-                self._membership.discovery_failed(found.why, now)
+                self.membership.discovery_failed(found.why, now)
             else:
-                self._membership.discover(found.hosts, now, found.problems)
+                self.membership.discover(found.hosts, now, found.problems)
 
     def _look_at_agents(self, now: float) -> None:
         for host, starting in list(self._starting.items()):
@@ -313,7 +304,7 @@ class ElasticJob:
                 del self._starting[host]
                 self._up[host] = starting.words
                 self._kept.keep(starting.words, starting.command)
-                self._membership.agent_up(host, now)
+                self.membership.agent_up(host, now)
             elif starting.has_failed(now):
                 del self._starting[host]
                 self._fail_agent(host, *starting.end(), now)
@@ -321,24 +312,24 @@ class ElasticJob:
             if not self._has_ranks(host) and not self._kept.has(words):
                 self._lose_agent(host, "its agent is gone", now)
 
-    def _look_at_notices(self, now: float) -> None:
+    def _look_at_notices(self) -> None:
         """Drain the hosts that will be taken away, as their agents, their cluster or the user say."""
         if self._running is not None:
             for host, why in self._running.held.leaving.items():
-                self._membership.drain(host, now, why)
+                self.membership.drain(host, why)
             self._running.held.leaving.clear()
-        for host, why in self._starter.leaving().items():
-            self._membership.drain(host, now, why)
+        for host, why in self.starter.leaving().items():
+            self.membership.drain(host, why)
         if self._requests is not None:
-            self._requests.serve(lambda host: self._drain(host, now))
+            self._requests.serve(self._drain)
         for words, why in self._kept.take_leaving():
             for host in [host for host, known in self._up.items() if known == words]:
-                self._membership.drain(host, now, why)
+                self.membership.drain(host, why)
 
-    def _drain(self, host: str, now: float) -> str:
+    def _drain(self, host: str) -> str:
         """Drain a host for the user; return what to answer."""
-        if not self._membership.drain(host, now, "the user has asked for it"):
-            known = list_hosts(self._membership.hosts)
+        if not self.membership.drain(host, "the user has asked for it"):
+            known = list_hosts(self.membership.hosts)
             raise DrainError(f"host {host} is none of the job's hosts: {known}")
         return f"host {host} is drained: its ranks leave at their next commit or check"
 
@@ -346,12 +337,12 @@ class ElasticJob:
         return self._running is not None and self._running.serves(host)
 
     def _fail_agent(self, host: str, code: int, said: str, now: float) -> None:
-        why, _ = self._starter.explain(host, code, said)
-        self._membership.agent_failed(host, why, now, random.random())
+        why, _ = self.starter.explain(host, code, said)
+        self.membership.agent_lost(host, why, now, random.random())
 
     def _lose_agent(self, host: str, why: str, now: float) -> None:
         self._forget(host)
-        self._membership.agent_lost(host, why, now, random.random())
+        self.membership.agent_lost(host, why, now, random.random())
 
     def _forget(self, host: str) -> None:
         """Note that a host's agent is gone, and what it has held."""
@@ -362,30 +353,29 @@ class ElasticJob:
     # -- what is decided -------------------------------------------------------------------------------
 
     def _start_agent(self, host: str, now: float) -> None:
-        words = self._starter.command(host)
+        words = self.starter.command(host)
         try:
-            agent = self._starter.start(words)
-            self._starting[host] = _Starting(words, agent, now + self._spec.start_timeout)
+            agent = self.starter.start(words)
+            self._starting[host] = _Starting(words, agent, now + self.spec.start_timeout)
         except OSError as exc:
-            self._membership.agent_failed(host, f"{words[0]} cannot be started: {exc}", now, 1.0)
+            self.membership.agent_lost(host, f"{words[0]} cannot be started: {exc}", now, 1.0)
 
     def _end_agent(self, host: str) -> None:
         self._forget(host)
         starting = self._starting.pop(host, None)
-        agent = self._kept.take(self._starter.command(host)) if starting is None else None
+        agent = self._kept.take(self.starter.command(host)) if starting is None else None
         if starting is not None:
             starting.end()
         elif agent is not None:
-            self._starter.end(host, agent)
+            self.starter.end(host, agent)
 
     def _make(self, begins: StartGeneration) -> Generation:
-        hosts, checked, network = self._starter.prepare(begins.places)
-        source = CommandSource(self._spec, hosts, lambda: checked, self._starter.explain, self._kept)
+        hosts, checked, network = self.starter.prepare(begins.places)
+        source = CommandSource(self.spec, hosts, lambda: checked, self.starter.explain, self._kept)
         held = HeldCommits(begins.number, self._commit, self._holders)
-        terminal = None if self._status is None else Terminal(self._status, reads=begins.number == 0)
-        console = Console(self._say, self._say, terminal)
-        texts = HostTexts(source.size, source.pool.names, self._spec.start_timeout, self._spec.name_of)
-        driver = GenerationDriver(self._spec, source, texts, self._output, console, network, held, self._step)
+        terminal = None if self.status is None else Terminal(self.status, reads=begins.number == 0)
+        console = Console(self.say, self.say, terminal)
+        driver = GenerationDriver(self.spec, source, self.output, console, network, held, self._step)
         return Generation(driver, source, held, terminal)
 
     def _run(self, begins: StartGeneration) -> None:
@@ -412,22 +402,22 @@ class ElasticJob:
         held = over.held
         if held.began_from is not None and held.began_from < self._commit:
             self._commit = held.began_from
-            self._membership.rolled_back(self._commit)
+            self.membership.rolled_back(self._commit)
         self._commit = max([self._commit, *held.commits.values()])
-        self._membership.committed(held.commits, now)
+        self.membership.committed(held.commits, now)
         for host, why in over.source.refused.items():
-            self._membership.agent_failed(host, why, now, random.random())
+            self.membership.agent_lost(host, why, now, random.random())
             self._end_agent(host)
         lost = dict(held.lost)
         self._holders = None if held.holders is None else held.holders - set(lost)
         host = getattr(failure, "host", "")
         if failure is None:
-            (self._membership.generation_done if done else self._membership.generation_left)(now)
+            self.membership.generation_over(now, done=done)
         elif host in lost:
             self._up.pop(host, None)
-            self._membership.host_failed(failure, host, lost.pop(host), now, random.random())
+            self.membership.host_failed(failure, host, lost.pop(host), now, random.random())
         else:
-            self._membership.rank_failed(failure, host, now, random.random())
+            self.membership.rank_failed(failure, host, now, random.random())
         for host, why in lost.items():
             self._lose_agent(host, why, now)
 

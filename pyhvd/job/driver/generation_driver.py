@@ -3,8 +3,8 @@
 The thread that calls :meth:`GenerationDriver.serve` does all the work; the driver starts no thread. A job
 without elastic training has one set of ranks, an elastic job one after the other. Its parts:
 
-1. :mod:`pyhvd.job.driver.agent_source` brings the agents, and :mod:`pyhvd.job.connections` holds the
-   connections to them.
+1. An :class:`AgentSource` brings the agents: :mod:`pyhvd.job.driver.agent_source` those that commands start.
+   :mod:`pyhvd.job.connections` holds the connections to them.
 2. :mod:`pyhvd.job.mpi.rendezvous` makes the ranks one MPI world, and says which ranks an agent owns.
 3. :mod:`pyhvd.job.machines.machine` decides when ranks start, and what ends them.
 4. :mod:`pyhvd.job.driver.console` is the user's side, and :mod:`pyhvd.job.driver.held_commits` knows what
@@ -19,17 +19,19 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import msgspec
 
 from pyhvd.common.text import list_some
 from pyhvd.job.connections import ELASTIC_SILENT_S, SILENT_S, ConnectionServer, Peer
-from pyhvd.job.driver.agent_source import AgentSource
 from pyhvd.job.driver.console import Console
 from pyhvd.job.driver.held_commits import RESTORE_S, HeldCommits, Outcome
 from pyhvd.job.driver.output import Output
 from pyhvd.job.errors import RankError
+from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.machine import (
     NEWER_ATTEMPT,
     Action,
@@ -80,77 +82,131 @@ from pyhvd.job.mpi.rank_env import horovod_variables
 from pyhvd.job.mpi.rendezvous import RankPlacement, Rendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.exit_report import EXIT
+from pyhvd.job.rank.call import load_result
 from pyhvd.job.spec import JobSpec
+from pyhvd.transport.tcp.connection import Secret
 
 # At Ctrl-Z the agents have this long to be told.
 _TELL_S = 1.0
 
 
+class AgentSource:
+    """Brings the agents of one set of ranks to its driver; here, agents that come by themselves.
+
+    Attributes
+    ----------
+    size : int
+        The number of ranks.
+    pool : AgentPool
+        What is known of the agents.
+    texts : JobTexts
+        The errors of a job with these agents.
+    secret : Secret
+        The key that an agent must hold.
+    addresses : sequence of str
+        Where agents that come by themselves connect.
+    gone : str
+        Why a connection to an agent may end.
+    """
+
+    size: int
+    pool: AgentPool
+    texts: JobTexts
+    secret: Secret
+    addresses: Sequence[str]
+    gone = "its agent is gone"
+
+    def join(self, connections: ConnectionServer) -> None:
+        """Use these connections to the agents."""
+
+    def find_rendezvous(self) -> Rendezvous:
+        """Return how the ranks find each other; called while the agents start."""
+        raise NotImplementedError
+
+    def start(self, index: int) -> None:
+        """Begin to start an agent."""
+
+    def name_of(self, peer: Peer) -> str:  # noqa: ARG002
+        """Return the name of an agent's host; empty if it is not known."""
+        return ""
+
+    def greet(self, peer: Peer, greeting: Hello) -> None:
+        """Answer the first words of an agent: tell it to prepare its host."""
+
+    def admits(self, peer: Peer, member: Member) -> bool:  # noqa: ARG002
+        """Return whether an agent that has prepared its host may have ranks."""
+        return True
+
+    def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str] | None:  # noqa: ARG002
+        """Note the loss of an agent, whose ranks may have begun.
+
+        Returns
+        -------
+        list of str or None
+            Its last words, if it has some; None if it was lost between two jobs, and is started again.
+        """
+        return []
+
+    def check(self, now: float) -> None:
+        """Do what is due at this time."""
+
+    def close(self) -> None:
+        """End what has started the agents."""
+
+
+@dataclass(eq=False)
 class GenerationDriver:
     """Serves one set of ranks.
 
-    Parameters
+    Attributes
     ----------
     spec : JobSpec
         What the ranks run.
     source : AgentSource
         Brings the agents.
-    texts : JobTexts
-        The errors.
     output : Output
         Shows the ranks' output.
     console : Console
         The user's side.
-    network : Wanted, optional
+    wanted : Wanted, optional
         What the user wants of the network between the hosts; None if nothing is to be chosen.
     held : HeldCommits, optional
         What the hosts hold; None if the job is not elastic.
     each_step : callable, optional
         Called with the time, at least four times a second.
-
-    Attributes
-    ----------
     connections : ConnectionServer
         The connections to the agents.
     machine : JobMachine
         Decides.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        source: AgentSource,
-        texts: JobTexts,
-        output: Output,
-        console: Console,
-        network: Wanted | None = None,
-        held: HeldCommits | None = None,
-        each_step: Callable[[float], object] | None = None,
-    ) -> None:
-        epoch = time.time() - time.monotonic()
-        self.machine = JobMachine(source.size, source.pool, texts, spec.start_timeout, epoch, network)
-        self.machine.ends_late = spec.ends_late
+    spec: JobSpec
+    source: AgentSource
+    output: Output
+    console: Console
+    wanted: Wanted | None = None
+    held: HeldCommits | None = None
+    each_step: Callable[[float], object] | None = None
+    _rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    _by_rank: dict[int, Peer] = field(default_factory=dict)
+    _exceptions: dict[int, bytes] = field(default_factory=dict)
+    _results: defaultdict[int, bytearray] = field(default_factory=lambda: defaultdict(bytearray))
+    _asked: int = 0  # the generation for which the ranks shall make room
+    _settling: set[Peer] = field(default_factory=set)  # the agents that still end their ranks
+    _stop_reason: str | None = None
+    _done: bool = False
+
+    def __post_init__(self) -> None:
+        spec, source, epoch = self.spec, self.source, time.time() - time.monotonic()
+        self.machine = JobMachine(
+            *(source.size, source.pool, source.texts, spec.start_timeout, epoch, self.wanted, spec.ends_late)
+        )
         self.connections = ConnectionServer(
             *(source.secret, source.addresses, source.size, self._handle, self._lose, source.gone)
         )
-        self.connections.selector.register(output, selectors.EVENT_READ, self._acknowledge_output)
-        self._console = console
-        self._terminal = console.terminal
-        self._spec = spec
-        self._source = source
-        self._output = output
-        self._shows_network = network is not None and network.show
-        self._rendezvous = Rendezvous()
-        self._by_rank: dict[int, Peer] = {}
-        self._exceptions: dict[int, bytes] = {}
-        self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
-        self._held = held
-        self._each_step = each_step
-        self._asked = 0  # the generation for which the ranks shall make room
-        self._settling: set[Peer] = set()  # the agents that still end their ranks
-        self._stop_reason: str | None = None
-        self._done = False
-        if held is not None:
+        self.connections.selector.register(self.output, selectors.EVENT_READ, self._acknowledge_output)
+        self._terminal = self.console.terminal
+        if self.held is not None:
             self.connections.silent_s = ELASTIC_SILENT_S
         source.join(self.connections)
 
@@ -191,9 +247,9 @@ class GenerationDriver:
     def begin(self) -> None:
         """Let the agents start; meanwhile look at what this host has."""
         now = time.monotonic()
-        self.machine.until = now + self._spec.start_timeout
+        self.machine.until = now + self.spec.start_timeout
         self._perform_all(self.machine.tick(now))
-        self._rendezvous = self._source.find_rendezvous()
+        self._rendezvous = self.source.find_rendezvous()
 
     def step(self) -> float:
         """Handle events for at most one tick, and do what is due; return the time."""
@@ -205,11 +261,11 @@ class GenerationDriver:
             placements = self._rendezvous.placements()
             if placements and self._may_start(now):
                 self._start(placements)
-        self._source.check(now)
+        self.source.check(now)
         if self._terminal is not None:
             self._terminal.step(self.machine.describe_start, now)
-        if self._each_step is not None:
-            self._each_step(now)
+        if self.each_step is not None:
+            self.each_step(now)
         return now
 
     def receive_the_rest(self) -> None:
@@ -227,7 +283,7 @@ class GenerationDriver:
 
     def settle(self) -> None:
         """End the ranks that are left, show their output, and wait for each host's newest commit."""
-        assert self._held is not None
+        assert self.held is not None
         speaking = [peer for peer in self.connections.peers if peer.connection.authenticated]
         self._settling = {peer for peer in speaking if peer.connection.open}
         for peer in self._settling:
@@ -239,7 +295,7 @@ class GenerationDriver:
         for peer in list(self.connections.peers):
             if peer in self._settling or not (peer.connection.authenticated and peer.connection.open):
                 why = "did not end its ranks in time"
-                self._held.lose(self._source.name_of(peer), why, counts=True)
+                self.held.lose(self.source.name_of(peer), why, counts=True)
                 self.connections.drop(peer, why)
 
     def stop(self, reason: str, timeout: float) -> None:
@@ -269,15 +325,15 @@ class GenerationDriver:
         """End the agents' commands and the rendezvous, and close all connections."""
         if self._terminal is not None:
             self._terminal.close()
-        self._source.close()
+        self.source.close()
         try:
             self._rendezvous.close()
         finally:
             self.connections.close()
 
-    def take_result(self, rank: int) -> bytearray:
-        """Return what a rank's function returned, pickled; after :meth:`serve`, and only once."""
-        return self._results.pop(rank)
+    def take_results(self) -> list[Any]:
+        """Return what the ranks' functions returned, in rank order; after :meth:`serve`, and only once."""
+        return [load_result(rank, self._results.pop(rank)) for rank in range(len(self.placements))]
 
     # ---- what is decided
 
@@ -287,7 +343,7 @@ class GenerationDriver:
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, StartCommand):
-            self._source.start(action.host)
+            self.source.start(action.host)
         elif isinstance(action, Begin):
             if self.machine.network is not None:
                 self._say_who_is_one(action.groups)
@@ -301,11 +357,11 @@ class GenerationDriver:
         elif isinstance(action, Pause):
             self._pause()
         elif isinstance(action, Say):
-            self._console.warn(action.text)
+            self.console.warn(action.text)
         elif isinstance(action, Done):
             self._done = True
         elif isinstance(action, Late):
-            raise self.machine.late_error(self._rendezvous.waits_for())
+            raise self.machine.texts.late_error(self._rendezvous.waits_for())
         elif isinstance(action, End):
             raise action.error
 
@@ -314,7 +370,7 @@ class GenerationDriver:
         for group in groups:
             if len(group) > 1:
                 both = list_some([names[member.index] for member in group], " and ")
-                self._console.say(f"pyhvd: {both} are one host")
+                self.console.say(f"pyhvd: {both} are one host")
 
     def _pause(self) -> None:
         """Stop this process, as Ctrl-Z does, after the agents have been told."""
@@ -329,7 +385,7 @@ class GenerationDriver:
 
     def _may_start(self, now: float) -> bool:
         """Return whether the commit is there from which the ranks go on; the store may have to be asked."""
-        held, elastic = self._held, self._spec.elastic
+        held, elastic = self.held, self.spec.elastic
         if held is None or elastic is None:
             return True
         if held.asks_store(elastic):
@@ -337,15 +393,15 @@ class GenerationDriver:
             self.tell_agent(0, Restore())
         if held.is_restoring:
             return False
-        held.begin(set(self.machine.pool.names), self._console.say)
+        held.begin(set(self.machine.pool.names), self.console.say)
         return True
 
     def _start(self, placements: list[RankPlacement]) -> None:
         network = self.machine.network
-        if self._shows_network and network is not None and (line := network.describe()):
-            self._console.say(f"pyhvd: {line}")
+        if network is not None and network.shows and (line := network.describe()):
+            self.console.say(f"pyhvd: {line}")
         self.machine.place(placements)
-        code = parts(self._spec.code)
+        code = parts(self.spec.code)
         for peer in self.connections.peers:
             if peer.member is None:
                 continue
@@ -366,7 +422,7 @@ class GenerationDriver:
             local_rank=placement.local_rank,
             local_size=placement.local_size,
             env={**self._variables(placement), **self._rendezvous.variables(placement.rank)},
-            executable=self._spec.executable,
+            executable=self.spec.executable,
             pmi=self._rendezvous.speaks_pmi,
         )
         if (network := self.machine.network) is None:
@@ -377,21 +433,21 @@ class GenerationDriver:
         """Return the variables of a rank, in addition to those of its agent and of its MPI."""
         across = [other.rank for other in self.placements if other.local_rank == placement.local_rank]
         own = horovod_variables(
-            *(self.machine.host_of(placement), placement.rank, self.machine.size),
+            *(self.machine.texts.name(placement), placement.rank, self.machine.size),
             *(placement.local_rank, placement.local_size, across.index(placement.rank), len(across)),
         )
-        if self._held is None or self._spec.elastic is None:
-            return {**own, **self._spec.env}
+        if self.held is None or self.spec.elastic is None:
+            return {**own, **self.spec.env}
         first_ranks: dict[str, int] = {}
         for each in self.placements:
-            first_ranks.setdefault(self.machine.host_of(each), each.rank)
-        return {**own, **self._spec.env, **self._held.variables(self._spec.elastic, first_ranks)}
+            first_ranks.setdefault(self.machine.texts.name(each), each.rank)
+        return {**own, **self.spec.env, **self.held.variables(self.spec.elastic, first_ranks)}
 
     # ---- what is heard
 
     def _handle(self, peer: Peer, message: FromAgent) -> None:
-        if self._held is not None and isinstance(message, Hello | Beat | Remark | Restored):
-            self._held.hear(self._source.name_of(peer), message, self._console.say)
+        if self.held is not None and isinstance(message, Hello | Beat | Remark | Restored):
+            self.held.hear(self.source.name_of(peer), message, self.console.say)
         if isinstance(message, Hello | Member | Restored | Listening | Dialed):
             self._handle_of_agent(peer, message)
         elif isinstance(message, InputAck):
@@ -410,20 +466,20 @@ class GenerationDriver:
         if isinstance(message, Member):
             self._register(peer, message)
         elif isinstance(message, Restored):
-            self.machine.until = time.monotonic() + self._spec.start_timeout
+            self.machine.until = time.monotonic() + self.spec.start_timeout
         elif isinstance(message, Listening | Dialed):
             if peer.member is not None:
                 self._perform_all(self.machine.hear(peer.member.index, message))
         elif peer in self._settling:
             self._settling.discard(peer)
         else:
-            self._source.greet(peer, message)
+            self.source.greet(peer, message)
 
     def _handle_of_rank(
         self, peer: Peer, message: ResultPart | RankOutput | Pmi | EnteringInit | Ended
     ) -> None:
         if isinstance(message, RankOutput):
-            self._output.write(message.rank, message.stream, message.data)
+            self.output.write(message.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
             if message.line.startswith("cmd=init"):  # by the rank, or by what it has started
                 self.machine.enter(message.rank, time.monotonic())
@@ -434,13 +490,13 @@ class GenerationDriver:
             self._results[message.rank] += message.data
             peer.send(ResultAck(message.rank, len(message.data)))
         else:
-            if message.left and self._held is not None:
-                self._held.outcome = Outcome.LEFT
+            if message.left and self.held is not None:
+                self.held.outcome = Outcome.LEFT
             self.machine.end(message.rank, time.monotonic())
             self._rendezvous.leave(message.rank)
 
     def _acknowledge_output(self) -> None:
-        for rank, count in self._output.take_shown().items():
+        for rank, count in self.output.take_shown().items():
             self.tell_rank(rank, OutputAck(rank, count))
 
     def _note_failure(self, failed: Failed) -> None:
@@ -452,7 +508,7 @@ class GenerationDriver:
         if self._stop_reason is not None:  # Spark has reused a Spark slot that became free as the job ended
             peer.send(Stop(self._stop_reason, quietly=True))
             return
-        if not self._source.admits(peer, member):
+        if not self.source.admits(peer, member):
             return
         if refused := self.machine.register(member):
             peer.send(Stop(refused))
@@ -465,17 +521,17 @@ class GenerationDriver:
 
     def _lose(self, peer: Peer, why: str, *, waited: bool) -> None:
         """Handle the loss of an agent; before all have registered, another may take its place."""
-        host, counts = self._source.name_of(peer), self._stop_reason is None
+        host, counts = self.source.name_of(peer), self._stop_reason is None
         self._settling.discard(peer)
         ended = bool(peer.ranks) and peer.ranks <= self.machine.ended
         if counts and not ended:  # else close() waits for all commands together
-            words = self._source.lose(peer, why, waited=waited, began=self.machine.all_registered)
+            words = self.source.lose(peer, why, waited=waited, began=self.machine.all_registered)
             counts = words is not None
             if words is not None and peer.member is not None:
                 why_and_words = "; ".join([why, *words])
                 self.machine.lose(peer.member, why_and_words, time.monotonic(), waited=waited)
-        if self._held is not None:
-            self._held.lose(host, why, counts=counts)
+        if self.held is not None:
+            self.held.lose(host, why, counts=counts)
 
     # ---- for the rendezvous
 

@@ -20,8 +20,8 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from signal import SIGCONT, SIGTSTP
 from typing import Protocol
@@ -55,7 +55,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Late:
-    """The rendezvous has not placed the ranks in time: end the job with :meth:`JobMachine.late_error`."""
+    """The rendezvous has not placed the ranks in time: end the job with :meth:`JobTexts.late_error`."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,11 @@ class HostTexts:
         return RankError(text, cause.code & 0xFF or 1, cause.rank, host, cause.traceback)
 
 
+@dataclass(eq=False)
 class JobMachine:
     """The life of one set of ranks.
 
-    Parameters
+    Attributes
     ----------
     size : int
         The number of ranks.
@@ -196,79 +197,61 @@ class JobMachine:
         The wall-clock time when the caller's time was 0: reports of failures have wall-clock times.
     wanted : Wanted, optional
         The network that the user wants; None if nothing is to be chosen.
-
-    Attributes
-    ----------
-    until : float
-        The time by which the ranks must have started.
     ends_late : bool
         Whether a rank that is late in MPI_Init ends the job.
+    until : float
+        The time by which the ranks must have started.
+    placements : list of RankPlacement
+        Where the ranks are; empty before they start.
+    ended : set of int
+        The ranks that have ended without error.
+    all_registered : bool
+        Whether all agents have registered; from then on a lost agent is a failure.
+    network : NetworkChoice or None
+        The network of the ranks, after all agents have registered; None if none is chosen.
     """
 
-    def __init__(
-        self,
-        size: int,
-        pool: AgentPool,
-        texts: JobTexts,
-        start_timeout: float,
-        epoch: float = 0.0,
-        wanted: Wanted | None = None,
-    ) -> None:
-        self.size = size
-        self.pool = pool
-        self.until = math.inf
-        self.ends_late = False
-        self.placements: list[RankPlacement] = []
-        self.ended: set[int] = set()
-        self._texts = texts
-        self._epoch = epoch
-        self._entrance = Entrance(size, start_timeout)
-        self._failures = FailureAnalysis()
-        self._begun = False
-        self._owned: dict[int, frozenset[int]] = {}
-        self._by_rank: dict[int, RankPlacement] = {}
-        self._wanted = wanted
-        self._network: NetworkChoice | None = None
-        self._probes = count()
-        self._stopped_by = 0
-        self._end_at = self._say_waiting_at = math.inf
-        self._interrupts: list[ExitReport] = []
-        self._failed_after_signal: set[int] = set()
-        self._progress = -1, 0  # hosts that are up, and ranks that are ready
-        self._progress_at = 0.0
+    size: int
+    pool: AgentPool
+    texts: JobTexts
+    start_timeout: float
+    epoch: float = 0.0
+    wanted: Wanted | None = None
+    ends_late: bool = False
+    until: float = math.inf
+    placements: list[RankPlacement] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    all_registered: bool = False
+    network: NetworkChoice | None = None
+    _failures: FailureAnalysis = field(default_factory=FailureAnalysis)
+    _owned: dict[int, frozenset[int]] = field(default_factory=dict)
+    _by_rank: dict[int, RankPlacement] = field(default_factory=dict)
+    _probes: Iterator[int] = field(default_factory=count)
+    _stopped_by: int = 0
+    _end_at: float = math.inf
+    _say_waiting_at: float = math.inf
+    _interrupts: list[ExitReport] = field(default_factory=list)
+    _failed_after_signal: set[int] = field(default_factory=set)
+    _progress: tuple[int, int] = -1, 0  # hosts that are up, and ranks that are ready
+    _progress_at: float = 0.0
 
-    @property
-    def all_registered(self) -> bool:
-        """Whether all agents have registered; from then on a lost agent is a failure."""
-        return self._begun
+    def __post_init__(self) -> None:
+        self._entrance = Entrance(self.size, self.start_timeout)
 
     @property
     def failing(self) -> bool:
         """Whether the job will end with a failure."""
         return self._failures.settled_at < math.inf
 
-    @property
-    def network(self) -> NetworkChoice | None:
-        """The network of the ranks, after all agents have registered; None if none is chosen."""
-        return self._network
-
     def ranks_of(self, index: int) -> frozenset[int]:
         """Return the ranks of an agent; none before they start."""
         return self._owned.get(index, frozenset())
-
-    def host_of(self, placement: RankPlacement) -> str:
-        """Return the name of a rank's host."""
-        return self._texts.name(placement)
-
-    def late_error(self, waits_for: str) -> Exception:
-        """Return the error for ranks that were not placed in time, with what the rendezvous waits for."""
-        return self._texts.late_error(waits_for)
 
     # ---- events of agents
 
     def register(self, member: Member) -> str:
         """Accept an agent, in place of an older attempt of the same index; else return why not."""
-        if self._begun:
+        if self.all_registered:
             return _COMPLETE
         return "" if self.pool.register(member) else NEWER_ATTEMPT
 
@@ -276,20 +259,20 @@ class JobMachine:
         """Note the loss of an agent; before all have registered, another one may take its place."""
         owned = self.ranks_of(member.index)
         left = owned - self.ended
-        if not self._begun:
-            self._network = None  # the next agent there probes with the others again
+        if not self.all_registered:
+            self.network = None  # the next agent there probes with the others again
         if self._stopped_by:
             self._failed_after_signal |= owned
-        elif not self._begun:
+        elif not self.all_registered:
             self.pool.remove(member)
         elif not owned:
-            self.blame(-1, self._texts.describe_loss(member, why), 1, now, LOST)
+            self.blame(-1, self.texts.describe_loss(member, why), 1, now, LOST)
         elif left and not any(map(self._failures.has, left)):
             self.blame(min(left), why, 1, now, LOST, waited=waited)
 
     def hear(self, index: int, message: Listening | Dialed) -> list[Action]:
         """Take an agent's answer to a probe of the network; return the actions that follow."""
-        return [] if self._network is None else _told(self._network.hear(index, message))
+        return [] if self.network is None else _told(self.network.hear(index, message))
 
     # ---- events of ranks
 
@@ -333,7 +316,7 @@ class JobMachine:
         when = report.when - self.pool.ahead(self._by_rank[report.rank].index)
         report = replace(report, when=when)
         if ended:
-            report = replace(report, kind=ENDED, when=self._epoch + now)
+            report = replace(report, kind=ENDED, when=self.epoch + now)
         self._failures.add(report, now)
 
     def blame(
@@ -357,7 +340,7 @@ class JobMachine:
             Whether a better cause would be known by now.
         """
         if not self._stopped_by:
-            self._failures.add(ExitReport(rank, kind, code, text, self._epoch + now), now, waited=waited)
+            self._failures.add(ExitReport(rank, kind, code, text, self.epoch + now), now, waited=waited)
 
     def signal(self, number: int, now: float) -> list[Action]:
         """Take a signal to the driver; return the actions that follow."""
@@ -377,7 +360,7 @@ class JobMachine:
             return self._stop(now)
         # On hosts, where a network is wanted, only the ranks' ends count. In Spark an earlier failure of
         # mpiexec counts too.
-        if len(self.ended) == self.size and (self._wanted is not None or not self.failing):
+        if len(self.ended) == self.size and (self.wanted is not None or not self.failing):
             return [Done()]
         if not self.placements and self.pool.has_problem:
             error = self.pool.problem_error(now)
@@ -387,30 +370,30 @@ class JobMachine:
             self.blame(*late, 1, now)
         if now >= self._failures.settled_at:
             cause = self._failures.cause(self._by_rank)
-            return [End(self._texts.failure(cause, self._by_rank.get(cause.rank)))]
+            return [End(self.texts.failure(cause, self._by_rank.get(cause.rank)))]
         if self.placements:
             return [] if late is None else [Say(f"pyhvd: {self._title(late[0])} {late[1]}{GOES_ON}")]
-        if not self._begun and not self.pool.missing:
+        if not self.all_registered and not self.pool.missing:
             return self._begin(now)
         if now > self.until:
-            return [Late()] if self._begun else [End(self._texts.missing_error(self.pool))]
-        return [] if self._begun else [StartCommand(index) for index in self.pool.start(now)]
+            return [Late()] if self.all_registered else [End(self.texts.missing_error(self.pool))]
+        return [] if self.all_registered else [StartCommand(index) for index in self.pool.start(now)]
 
     def _begin(self, now: float) -> list[Action]:
         """Choose the network of the ranks; return what is to be done after all agents have registered."""
         actions: list[Action] = []
-        if self._wanted is not None:
+        if self.wanted is not None:
             try:
-                if self._network is None:
-                    self._network = NetworkChoice(
-                        next(self._probes), self.pool.groups(), self.pool.names, self._wanted, now
+                if self.network is None:
+                    self.network = NetworkChoice(
+                        next(self._probes), self.pool.groups(), self.pool.names, self.wanted, now
                     )
-                    actions = _told(self._network.begin())
-                if not self._network.decide(now):
+                    actions = _told(self.network.begin())
+                if not self.network.decide(now):
                     return actions
             except LaunchError as exc:
                 return [End(exc)]
-        self._begun = True
+        self.all_registered = True
         return [*actions, Begin(self.pool.groups())]
 
     def _stop(self, now: float) -> list[Action]:
@@ -426,7 +409,7 @@ class JobMachine:
         return [Say(describe_waiting(left))]
 
     def _title(self, rank: int) -> str:
-        return f"rank {rank} of {self.size} on host {self._texts.name(self._by_rank[rank])}"
+        return f"rank {rank} of {self.size} on host {self.texts.name(self._by_rank[rank])}"
 
     def describe_start(self, now: float) -> str:
         """Return how far the start has come, as one line; empty when all ranks are ready."""

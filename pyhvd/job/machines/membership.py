@@ -63,7 +63,7 @@ _PROBLEMS_SHOWN = 3
 
 @dataclass(frozen=True)
 class StartAgent:
-    """Start the agent of a host; the answer is agent_up or agent_failed."""
+    """Start the agent of a host; the answer is agent_up or agent_lost."""
 
     host: str
 
@@ -225,12 +225,8 @@ class Membership:
             known.come_up(now)
             self._news_at = now
 
-    def agent_failed(self, host: str, why: str, now: float, jitter: float) -> None:
-        """Note that a host's agent could not be started, or its host not be prepared."""
-        self.agent_lost(host, why, now, jitter)
-
     def agent_lost(self, host: str, why: str, now: float, jitter: float) -> None:
-        """Note that a host's agent is lost; if the host has ranks, the generation fails.
+        """Note that a host's agent is lost, or did not start; if the host has ranks, the generation fails.
 
         Parameters
         ----------
@@ -254,7 +250,7 @@ class Membership:
         else:
             self._queue.append(Say(f"pyhvd: {lost}"))
 
-    def drain(self, host: str, now: float, why: str = "") -> bool:  # noqa: ARG002
+    def drain(self, host: str, why: str = "") -> bool:
         """Note that a host shall go, without a loss of steps; it stays out until it is found anew.
 
         Returns
@@ -331,13 +327,11 @@ class Membership:
             self._fail_host(cause, host, lost)
         self._stop(now)
 
-    def generation_left(self, now: float) -> None:
-        """Note that all ranks have left, as asked, or were killed, as :class:`EndGeneration` says."""
-        self._stop(now)
-
-    def generation_done(self, now: float) -> None:  # noqa: ARG002
-        """Note that all ranks have returned."""
-        if self.running and self._end is None:
+    def generation_over(self, now: float, *, done: bool) -> None:
+        """Note that all ranks have returned; if not `done`, that they have left, as asked, or were killed."""
+        if not done:
+            self._stop(now)
+        elif self.running and self._end is None:
             self._end = Finish()
 
     def _fail_host(self, cause: Exception, host: str, reason: str) -> None:

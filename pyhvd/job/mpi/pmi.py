@@ -72,44 +72,6 @@ _GOT = "cmd=get_result rc=0 msg=success value={}"
 _NOT_FOUND = "cmd=get_result rc=-1 msg=key_not_found value=unknown"
 
 
-class Barrier:
-    """The ranks that wait in PMI's barrier, which `size` ranks must enter, and those that no longer can."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._inside: set[int] = set()
-        self._gone: set[int] = set()
-
-    def enter(self, rank: int) -> bool:
-        """Note that a rank waits; return whether all do. Raise PmiError if some never will."""
-        self._inside.add(rank)
-        if len(self._inside) == self._size:
-            return True
-        self._check()
-        return False
-
-    def release(self, rank: int) -> None:
-        """Note that a rank no longer waits."""
-        self._inside.discard(rank)
-
-    def note_end(self, rank: int) -> None:
-        """Note that a rank will not enter again."""
-        self._gone.add(rank)
-
-    def leave(self, rank: int) -> None:
-        """Note that a rank's process has ended; raise PmiError if other ranks wait for it."""
-        self._gone.add(rank)
-        self._check()
-
-    def _check(self) -> None:
-        if self._inside and self._gone:
-            waiting, gone = list_numbers(self._inside), list_numbers(self._gone)
-            raise PmiError(
-                f"rank {gone} has ended without taking part in MPI, but rank {waiting} waits for it in"
-                " MPI_Init or MPI_Finalize: every rank must call pyhvd.init(), or none"
-            )
-
-
 class PmiServer:
     """The values that the ranks of one world have put, and its barrier; see :func:`process_mapping`."""
 
@@ -118,7 +80,8 @@ class PmiServer:
         # MPICH uses the name for its shared memory, so worlds that run at the same time need different names.
         self.name = f"pyhvd-{os.urandom(8).hex()}"
         self._values = {"PMI_process_mapping": process_mapping(ranks_per_host)}
-        self._barrier = Barrier(self.size)
+        self._inside: set[int] = set()  # the ranks that wait in the barrier
+        self._gone: set[int] = set()  # those that will not enter it again
         self._unshared: dict[str, str] = {}  # put since the last call of take_unshared
 
     def take_unshared(self, limit: int) -> list[dict[str, str]]:
@@ -154,7 +117,7 @@ class PmiServer:
         if command == "abort":
             raise Abort(rank, _exit_code(words.get("exitcode", "")))
         if command == "finalize":
-            self._barrier.note_end(rank)
+            self._gone.add(rank)
         answer = self._answer(command, words)
         if answer is None:
             raise PmiError(f"rank {rank} sent the PMI-1 command {command!r}, which pyhvd does not support")
@@ -162,14 +125,26 @@ class PmiServer:
 
     def leave(self, rank: int) -> None:
         """Note that a rank's process has ended; raise PmiError if other ranks wait for it."""
-        self._barrier.leave(rank)
+        self._gone.add(rank)
+        self._check()
 
     def _enter(self, rank: int) -> list[tuple[int, str]]:
-        if not self._barrier.enter(rank):
+        """Note that a rank waits in the barrier; once all do, return their answers."""
+        self._inside.add(rank)
+        if len(self._inside) < self.size:
+            self._check()
             return []
-        for each in range(self.size):
-            self._barrier.release(each)
+        self._inside.clear()
         return [(each, "cmd=barrier_out\n") for each in range(self.size)]
+
+    def _check(self) -> None:
+        """Raise PmiError if ranks wait in the barrier for one that will not enter."""
+        if self._inside and self._gone:
+            waiting, gone = list_numbers(self._inside), list_numbers(self._gone)
+            raise PmiError(
+                f"rank {gone} has ended without taking part in MPI, but rank {waiting} waits for it in"
+                " MPI_Init or MPI_Finalize: every rank must call pyhvd.init(), or none"
+            )
 
     def _answer(self, command: str, words: dict[str, str]) -> str | None:
         if command == "put":

@@ -74,6 +74,11 @@ class NetworkChoice:
     now : float
         The time.
 
+    Attributes
+    ----------
+    shows : bool
+        Whether the user wants to see the choice.
+
     Raises
     ------
     LaunchError
@@ -92,6 +97,7 @@ class NetworkChoice:
         self._probers = [group[0].index for group in groups]
         self._names = [[names[member.index] for member in group] for group in groups]
         self._networks = [network_of(group[0]) for group in groups]
+        self.shows = wanted.show
         self._ports = wanted.ports
         self._option = wanted.name_of(NETWORK_INTERFACES)
         self._plan: NetworkPlan | None = None

@@ -19,7 +19,7 @@ import base64
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pyhvd.job.process.exit_report import ExitReport
@@ -70,10 +70,11 @@ def tell_report(fd: int, report: ExitReport, exception: bytes = b"") -> None:
     tell(fd, REPORT, [asdict(report), base64.b64encode(exception).decode()])
 
 
+@dataclass(eq=False)
 class RankLine:
     """The watcher's end: it keeps what the rank has told.
 
-    Parameters
+    Attributes
     ----------
     on_enter : callable
         Called with the value of each ENTERING.
@@ -82,9 +83,6 @@ class RankLine:
     on_result : callable
         Called with each part of the result; with an empty part if the result is empty. A rank that runs a
         program has none.
-
-    Attributes
-    ----------
     tentative : str
         The last tentative text.
     up : bool
@@ -93,19 +91,13 @@ class RankLine:
         The bytes of the result that have not arrived; None before it begins.
     """
 
-    def __init__(
-        self,
-        on_enter: Callable[[bool], None],
-        on_report: Callable[[ExitReport, bytes], None],
-        on_result: Callable[[bytes], None] = lambda _: None,
-    ) -> None:
-        self._on_enter = on_enter
-        self._on_report = on_report
-        self._on_result = on_result
-        self._received = bytearray()
-        self.tentative = ""
-        self.up = False
-        self.left: int | None = None
+    on_enter: Callable[[bool], None]
+    on_report: Callable[[ExitReport, bytes], None]
+    on_result: Callable[[bytes], None] = lambda _: None
+    tentative: str = ""
+    up: bool = False
+    left: int | None = None
+    _received: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> None:
         """Take in bytes that have arrived; raise ValueError if they are no messages."""
@@ -115,7 +107,7 @@ class RankLine:
         if self.left is not None:
             part = data[: self.left]
             self.left -= len(part)
-            self._on_result(part)
+            self.on_result(part)
 
     def _take(self) -> bytes:
         """Handle the complete messages; return the bytes of a result that has begun."""
@@ -128,8 +120,8 @@ class RankLine:
             elif what == UP:
                 self.up = value
             elif what == ENTERING:
-                self._on_enter(value)
+                self.on_enter(value)
             elif what == REPORT:
                 fields, exception = value
-                self._on_report(ExitReport(**fields), base64.b64decode(exception))
+                self.on_report(ExitReport(**fields), base64.b64decode(exception))
         return b""

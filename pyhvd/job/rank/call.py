@@ -1,16 +1,19 @@
-"""The arguments of a call that runs a function on ranks: what is wrong with them, and what the ranks get."""
+"""A call that runs a function on ranks: what is wrong with its arguments, its results, and its errors."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import numbers
+import pickle
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from pyhvd.common.text import describe_exception, sendable
-from pyhvd.job.errors import LaunchError
+from pyhvd.errors import RankFailedError, RemoteError
+from pyhvd.job.errors import LaunchError, RankError
 from pyhvd.job.rank.pickles import load
 from pyhvd.transport.tcp.session import MAX_RECORD
 
@@ -108,3 +111,27 @@ def load_result(rank: int, result: bytearray) -> Any:
     except Exception as exc:
         why = describe_exception(exc)
         raise LaunchError(f"what rank {rank} returned cannot be unpickled on the driver: {why}") from exc
+
+
+@contextlib.contextmanager
+def as_function_errors() -> Iterator[None]:
+    """Raise the failure of a job as the error of its functions, with its cause."""
+    try:
+        yield
+    except RankError as exc:
+        error = _error_of(exc)
+        raise error from error.__cause__
+
+
+def _error_of(failure: RankError) -> Exception:
+    text = str(failure).removeprefix("pyhvd: ")
+    if failure.rank < 0:
+        return LaunchError(text)
+    error = RankFailedError(text, failure.rank, failure.host)
+    error.__cause__ = RemoteError(failure.rank, failure.traceback) if failure.traceback else None
+    if failure.exception:
+        with contextlib.suppress(Exception):  # what is imported here may be another than there
+            cause = pickle.loads(failure.exception)
+            cause.__cause__ = error.__cause__
+            error.__cause__ = cause
+    return error

@@ -9,16 +9,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.commits.store import CommitStore, StoreError, open_folder
-from pyhvd.job.driver.agent_command import AgentCommand, AgentProcess
+from pyhvd.job.driver.agent_command import AgentCommand
 from pyhvd.job.driver.agent_source import Checked, HostSlots
 from pyhvd.job.driver.console import log_warning
 from pyhvd.job.driver.discovery import CallDiscovery, Discovery, HostFinder, ScriptDiscovery
-from pyhvd.job.driver.elastic_job import ElasticJob
+from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob
 from pyhvd.job.driver.output import Output, is_terminal
 from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import LaunchError
@@ -29,14 +29,13 @@ from pyhvd.job.messages import StoreOrder
 from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.network.network_choice import Wanted
-from pyhvd.job.process.output import OutputFile
-from pyhvd.job.spec import ElasticSpec, JobSpec, NameOf, flag_of
+from pyhvd.job.spec import ElasticSpec, JobSpec
 from pyhvd.run.hosts.agent_template import explain, ssh_command
 from pyhvd.run.hosts.environment import of_stores, to_send
 from pyhvd.run.hosts.hosts import Host, HostRanks, JobHosts
 from pyhvd.run.hosts.own_host import find_own, is_own
 from pyhvd.run.hosts.selection import HostSelection
-from pyhvd.run.launchers.many_hosts import agent_commands, check_hosts, exit_code, make_files, wanted_network
+from pyhvd.run.launchers.many_hosts import RankFiles, agent_commands, check_hosts, exit_code, wanted_network
 from pyhvd.run.options import Options
 from pyhvd.transport.tcp.connection import new_key
 
@@ -44,47 +43,18 @@ from pyhvd.transport.tcp.connection import new_key
 _CLEAR_S = 10.0
 
 
-class RankFiles:
-    """The files of the ranks' output, which stay open from one generation to the next.
-
-    Parameters
-    ----------
-    directory : str or None
-        Where the ranks' folders are; None without files.
-    size : int
-        The number of ranks by which the folders' names are padded.
-    name_of : NameOf
-        The names of options in errors.
+@dataclass(eq=False)
+class CommandStarter(AgentStarter):
+    """Starts the agents of an elastic job by commands such as ssh.
 
     Attributes
-    ----------
-    by_rank : dict of int to dict of int to OutputFile
-        The files of each rank that has some; the output reads it in another thread.
-    """
-
-    def __init__(self, directory: str | None, size: int, name_of: NameOf = flag_of) -> None:
-        self.by_rank: dict[int, dict[int, OutputFile]] = {}
-        self._directory = directory
-        self._size = size
-        self._name_of = name_of
-
-    def make(self, number: int) -> None:
-        """Make the files of the first `number` ranks that have none yet; may raise LaunchError."""
-        new = [rank for rank in range(number) if rank not in self.by_rank]
-        self.by_rank |= make_files(self._directory, self._size, new, self._name_of)
-
-
-class CommandStarter:
-    """Starts the agents of an elastic job by commands such as ssh; an :class:`AgentStarter`.
-
-    Parameters
     ----------
     options : Options
         The command line.
     agent : str
         The agent's command: a template.
-    known : sequence of HostRanks
-        The hosts of the user; none if discovery finds them.
+    known : mapping of str to HostRanks
+        The hosts of the user, by name; none if discovery finds them.
     files : RankFiles
         The files of the output.
     spec : JobSpec
@@ -93,83 +63,61 @@ class CommandStarter:
         Shows a line of the job's own.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        agent: str,
-        known: Sequence[HostRanks],
-        files: RankFiles,
-        spec: JobSpec,
-        say: Callable[[str], None],
-    ) -> None:
-        self._options = options
-        self._agent = agent
-        self._known = {each.host.name: each for each in known}
-        self._files = files
-        self._store = None if spec.elastic is None else spec.elastic.store
-        self._say = say
-        self._checked: Checked | None = None
+    options: Options
+    agent: str
+    known: Mapping[str, HostRanks]
+    files: RankFiles
+    spec: JobSpec
+    say: Callable[[str], None]
+    _checked: Checked | None = None
 
     def command(self, host: str) -> Sequence[str]:
         """See :meth:`AgentStarter.command`."""
-        return agent_commands(self._options, self._placed([Place(host, 1)]))[host]
+        return agent_commands(self.options, self._placed([Place(host, 1)]))[host]
 
     def start(self, command: Sequence[str]) -> AgentCommand:
         """See :meth:`AgentStarter.start`."""
         return AgentCommand(command, new_key())
 
-    def end(self, host: str, agent: AgentProcess) -> None:  # noqa: ARG002
-        """See :meth:`AgentStarter.end`."""
-        agent.end()
-        agent.close()
-
     def explain(self, host: str, code: int, said: str) -> tuple[str, bool]:
         """See :meth:`AgentStarter.explain`."""
-        known = self._known.get(host)
+        known = self.known.get(host)
         destination = host if known is None else known.host.destination
-        return explain(destination, code, said, self._options.name_of)
+        return explain(destination, code, said, self.options.name_of)
 
     def prepare(self, places: Sequence[Place]) -> tuple[list[HostSlots], Checked, Wanted]:
         """See :meth:`AgentStarter.prepare`."""
-        checked = self._check(self._options.directory or os.getcwd())
+        checked = self._check(self.options.directory or os.getcwd())
         placed = self._placed(places)
         try:
-            self._files.make(placed.size)
+            self.files.make(placed.size)
         except LaunchError as exc:  # of ranks by which the job has grown
-            self._say(f"pyhvd: {exc}")
-        commands = agent_commands(self._options, placed)
+            self.say(f"pyhvd: {exc}")
+        commands = agent_commands(self.options, placed)
         hosts = [
             HostSlots(each.host.name, len(each.ranks), commands[each.host.name]) for each in placed.hosts
         ]
-        return hosts, checked, wanted_network(self._options, placed)
-
-    def leaving(self) -> Mapping[str, str]:
-        """See :meth:`AgentStarter.leaving`: the agents themselves know."""
-        return {}
-
-    def why_over(self, number: int, now: float) -> Exception | None:  # noqa: ARG002
-        """See :meth:`AgentStarter.why_over`: the membership knows."""
-        return None
+        return hosts, checked, wanted_network(self.options, placed)
 
     def close(self) -> None:
         """See :meth:`AgentStarter.close`."""
-        if self._store is not None:
-            clear_store(self._store)
+        if self.spec.elastic is not None and self.spec.elastic.store is not None:
+            clear_store(self.spec.elastic.store)
 
     def _placed(self, places: Sequence[Place]) -> JobHosts:
         placed, first = [], 0
         for place in places:
-            known = self._known.get(place.host)
+            known = self.known.get(place.host)
             own = known.own if known is not None else is_own(place.host)
             host = Host(place.host, place.slots, known.host.user if known is not None else "")
             placed.append(HostRanks(host, range(first, first + place.slots), own))
             first += place.slots
-        return JobHosts(tuple(placed), self._agent)
+        return JobHosts(tuple(placed), self.agent)
 
     def _check(self, directory: str) -> Checked:
         """Return what all hosts must have; the ranks of each generation meet anew."""
         if self._checked is None:
-            checked = check_hosts(self._options, directory)
+            checked = check_hosts(self.options, directory)
             if checked.facts.mpi != MPICH:
                 raise LaunchError(
                     f"an elastic job needs MPICH or Intel MPI, but mpi4py is built on"
@@ -178,7 +126,7 @@ class CommandStarter:
                 )
             self._checked = checked
             return checked
-        facts = gather(directory, self._options.script)  # the script may have changed, on all hosts
+        facts = gather(directory, self.options.script)  # the script may have changed, on all hosts
         return replace(self._checked, facts=facts, rendezvous=PmiRendezvous())
 
 
@@ -239,14 +187,14 @@ def begin(
     """
     say = log_warning if status is None else status.say
     size = _size_of(options, selection)
-    agent, known, fixed, discovery = "", list[HostRanks](), None, None
+    agent, known, fixed, discovery = "", dict[str, HostRanks](), None, None
     with contextlib.ExitStack() as stack:
         if selection is None:
             discovery = stack.enter_context(contextlib.closing(_discover(options, finder)))
             agent = options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file)
         elif selection.placed is not None:
             own = find_own(selection.hosts)
-            known = [HostRanks(host, range(host.slots), host in own) for host in selection.hosts]
+            known = {host.name: HostRanks(host, range(host.slots), host in own) for host in selection.hosts}
             fixed = [FoundHost(host.name, host.slots) for host in selection.hosts]
             agent = selection.placed.agent
         files.make(options.elastic.min_np or size)

@@ -23,12 +23,11 @@ from typing import Any, ParamSpec, TextIO, TypeVar, Unpack
 from pyhvd.config import read_timeout
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.driver.console import Console
-from pyhvd.job.driver.function_results import error_of, take_results
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
-from pyhvd.job.errors import RankError
 from pyhvd.job.network.network_plans import ANY, parse_wishes
 from pyhvd.job.rank.call import (
+    as_function_errors,
     check_call,
     check_size,
     check_text_files,
@@ -45,9 +44,9 @@ from pyhvd.run.hosts.environment import to_send
 from pyhvd.run.hosts.hosts import HostRanks, HostsError, JobHosts, is_loopback
 from pyhvd.run.hosts.own_host import find_own
 from pyhvd.run.hosts.selection import HostSelection, read_file, select
-from pyhvd.run.launchers.elastic import RankFiles, begin, spec_of
+from pyhvd.run.launchers.elastic import begin, spec_of
 from pyhvd.run.launchers.launch_elastic import Elastic, ElasticCall, read_elastic
-from pyhvd.run.launchers.many_hosts import ending, make_driver, make_files
+from pyhvd.run.launchers.many_hosts import RankFiles, ending, make_driver
 from pyhvd.run.options import Options
 
 P = ParamSpec("P")
@@ -66,6 +65,14 @@ class _CallOptions:
     output_filename: str | None
     prefix_output_with_timestamp: bool
     directory: str | None
+
+    def __post_init__(self) -> None:
+        check_text_files(self.stdout, self.stderr)
+
+    def show(self, files: RankFiles) -> Output:
+        """Return what shows the ranks' output, and copies it into files."""
+        timestamp = self.prefix_output_with_timestamp
+        return Output(self.stdout, self.stderr, files=files.by_rank, timestamp=timestamp)
 
 
 class Hosts:
@@ -173,8 +180,7 @@ class Hosts:
 
         The parameters, and the errors, are those of :func:`pyhvd.launch`.
         """
-        files = check_text_files(stdout, stderr)
-        job = _CallOptions(env, *files, output_filename, prefix_output_with_timestamp, directory)
+        job = _CallOptions(env, stdout, stderr, output_filename, prefix_output_with_timestamp, directory)
         return self._launch((fn, args, kwargs), np, job)
 
     def _launch(
@@ -191,23 +197,20 @@ class Hosts:
         directory = os.path.abspath(job.directory or os.getcwd())
         variables = to_send(os.environb, rank_variables(job.env, None))
         code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, _module_paths())
-        with contextlib.ExitStack() as stack:
-            if elastic is not None:
-                return self._launch_elastic(elastic, directory, code, job)
-            placed = self._placed(self._options.num_proc if np is None else check_size(np, "np"))
-            options = self._options
-            spec = JobSpec(
-                code,
-                function=True,
-                start_timeout=options.start_timeout,
-                ends_late=options.ends_late,
-                name_of=argument_of,
-            )
-            copies = make_files(job.output_filename, placed.size, name_of=argument_of)
-            for file in (file for both in copies.values() for file in both.values()):
-                stack.callback(file.close)
-            shown = Output(job.stdout, job.stderr, files=copies, timestamp=job.prefix_output_with_timestamp)
-            with shown as output:
+        if elastic is not None:
+            return self._launch_elastic(elastic, directory, code, job)
+        placed = self._placed(self._options.num_proc if np is None else check_size(np, "np"))
+        options = self._options
+        spec = JobSpec(
+            code,
+            function=True,
+            start_timeout=options.start_timeout,
+            ends_late=options.ends_late,
+            name_of=argument_of,
+        )
+        with contextlib.closing(RankFiles(job.output_filename, placed.size, argument_of)) as files:
+            files.make(placed.size)
+            with job.show(files) as output:
                 return self._serve(spec, placed, directory, output, self._kept)
 
     def _launch_elastic(self, call: ElasticCall, directory: str, code: bytes, job: _CallOptions) -> list[Any]:
@@ -220,13 +223,11 @@ class Hosts:
             )
         selection = None if call.finds_hosts else _select(options, options.num_proc)
         most = options.elastic.max_np or options.num_proc or 1
-        files = RankFiles(job.output_filename, most, argument_of)
-        shown = Output(
-            job.stdout, job.stderr, files=files.by_rank, timestamp=job.prefix_output_with_timestamp
-        )
         spec = spec_of(options, code, function=True)
-        with shown as output, begin(options, selection, call.discovery, spec, output, files) as begun:
-            return begun.serve_function()
+        with contextlib.closing(RankFiles(job.output_filename, most, argument_of)) as files:
+            shown = job.show(files)
+            with shown as output, begin(options, selection, call.discovery, spec, output, files) as begun:
+                return begun.serve_function()
 
     def _serve(
         self, spec: JobSpec, placed: JobHosts, directory: str, output: Output, kept: KeptAgents
@@ -239,14 +240,10 @@ class Hosts:
         driver, source = make_driver(self._options, spec, placed, directory, output, console, _name, kept)
         for host in source.hosts:
             _log.log(self._level, "the agent of %s: %s", host.name, shlex.join(host.command))
-        try:
-            with ending(driver):
-                driver.serve()
-                source.keep_agents()
-        except RankError as exc:
-            error = error_of(exc)
-            raise error from error.__cause__
-        return take_results(driver)
+        with as_function_errors(), ending(driver):
+            driver.serve()
+            source.keep_agents()
+        return driver.take_results()
 
 
 def launch(
@@ -301,8 +298,7 @@ def launch(
         The ranks could not be started. An argument is invalid, or there are not enough slots.
     """
     wanted = read_elastic(elastic)
-    files = check_text_files(stdout, stderr)
-    job = _CallOptions(env, *files, output_filename, prefix_output_with_timestamp, directory)
+    job = _CallOptions(env, stdout, stderr, output_filename, prefix_output_with_timestamp, directory)
     with Hosts(
         *(hosts, hostfile, _one_size(np, num_proc), start_timeout, ssh_port, ssh_identity_file),
         *(network_interfaces, executable, launch_agent, verbose),
@@ -343,9 +339,9 @@ def _check_places(
         raise ValueError(f"launch_agent: {exc}") from None
 
 
-def _network(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def _network(given: str | Sequence[str] | None) -> list[str]:
     names = interface_names(given, "network_interfaces") or []
-    words = tuple(word for name in names for word in name.split(","))
+    words = [word for name in names for word in name.split(",")]
     if ANY not in words:
         try:
             parse_wishes(words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -82,18 +81,18 @@ def read_elastic(given: Mapping[str, Any]) -> ElasticCall | None:
     )
     limit = known.get("reset_limit")
     expect(limit is None or (type(limit) is int and limit >= 0), "reset_limit", limit, "0 or more restarts")
-    settings = ElasticOptions(script, least, most, limit)
     timeout = known.get("elastic_timeout")
     right = timeout is None or is_duration(timeout)
     expect(right, "elastic_timeout", timeout, "a number of seconds above 0")
     if timeout is None:
         timeout = read_timeout(ELASTIC_TIMEOUT.suffix, ELASTIC_TIMEOUT.default)
-    settings = dataclasses.replace(settings, timeout=float(timeout))
-    if (cooldown := known.get("cooldown_range")) is not None:
+    cooldown: Any = known.get("cooldown_range", ElasticOptions.cooldown)
+    if "cooldown_range" in known:
         low, high = _COOLDOWNS_S
         right = len(cooldown) == 2 and low <= cooldown[0] <= cooldown[1] <= high
         expect(right, "cooldown_range", cooldown, f"two numbers of seconds from {low} to {high}")
-        settings = dataclasses.replace(settings, cooldown=(float(cooldown[0]), float(cooldown[1])))
     slots = known.get("slots")
     expect(slots is None or (type(slots) is int and slots > 0), "slots", slots, "a whole number above 0")
-    return ElasticCall(settings, slots, finder)
+    first, last = map(float, cooldown)
+    options = ElasticOptions(script, least, most, limit, float(timeout), (first, last))
+    return ElasticCall(options, slots, finder)

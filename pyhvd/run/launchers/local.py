@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from types import FrameType
 
 from pyhvd.common.text import list_numbers
@@ -74,42 +75,42 @@ def launch(options: Options) -> int:
         return _LocalJob(command, without(os.environ, *OF_ONE_RANK) | settings, job_dir, options).run()
 
 
+@dataclass(eq=False)
 class _LocalJob:
     """mpiexec, and the lines to the supervisors of its ranks."""
 
-    def __init__(
-        self, command: list[str], environment: dict[str, str], job_dir: str, options: Options
-    ) -> None:
-        assert options.num_proc is not None
-        self._command = command
-        self._environment = environment
-        self._size = options.num_proc
-        self._start_timeout = options.start_timeout
-        self._ends_late = options.ends_late
-        self._entrance = Entrance(self._size, options.start_timeout)
-        self._listener = listen(job_dir, self._size)
-        self._selector = selectors.DefaultSelector()
-        self._ranks: dict[Line, int] = {}  # -1 until the supervisor has sent its hello
-        self._seen: set[int] = set()
-        self._ended: set[int] = set()
-        self._reports: list[ExitReport] = []
-        self._stopped_by = 0
-        self._end_at: float | None = None  # when the launcher ends the job itself
-        self._kill_at: float | None = None  # when the launcher kills what is left
-        self._say_waiting_at: float | None = None
-        self._start_failed = False
+    command: list[str]
+    environment: dict[str, str]
+    job_dir: str
+    options: Options
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _ranks: dict[Line, int] = field(default_factory=dict)  # -1 until the supervisor has sent its hello
+    _seen: set[int] = field(default_factory=set)
+    _ended: set[int] = field(default_factory=set)
+    _reports: list[ExitReport] = field(default_factory=list)
+    _stopped_by: int = 0
+    _end_at: float | None = None  # when the launcher ends the job itself
+    _kill_at: float | None = None  # when the launcher kills what is left
+    _say_waiting_at: float | None = None
+    _start_failed: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.options.num_proc is not None
+        self._size = self.options.num_proc
+        self._entrance = Entrance(self._size, self.options.start_timeout)
+        self._listener = listen(self.job_dir, self._size)
 
     def run(self) -> int:
         """Run the job to its end, and print its failure; return the exit code."""
         self._prepare()
         mpiexec = subprocess.Popen(
-            self._command,
-            env=self._environment,
+            self.command,
+            env=self.environment,
             stdin=subprocess.DEVNULL,  # rank 0 gets the launcher's by its line
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
             preexec_fn=_die_with_launcher,  # safe: this process has one thread
         )
-        start_by = time.monotonic() + self._start_timeout
+        start_by = time.monotonic() + self.options.start_timeout
         while mpiexec.poll() is None:
             now = time.monotonic()
             if len(self._seen) < self._size and now > start_by and self._end_at is None:
@@ -166,7 +167,7 @@ class _LocalJob:
         absent, late = self._entrance.absent(), self._entrance.late(now)
         for rank, text in filter(None, (absent, late)):
             title = f"pyhvd: rank {rank} of {self._size} on host {socket.gethostname()} {text}"
-            if absent is None and not self._ends_late:
+            if absent is None and not self.options.ends_late:
                 say(title + GOES_ON)
             else:
                 self._reports.append(ExitReport(rank, EXIT, 1, title))
@@ -252,15 +253,16 @@ class _LocalJob:
         if self._start_failed:
             missing = set(range(self._size)) - self._seen
             say(
-                f"pyhvd: only {len(self._seen)} of {self._size} ranks started in {self._start_timeout:g} s"
-                f" (missing: {list_numbers(missing)}); see --start-timeout and --verbose"
+                f"pyhvd: only {len(self._seen)} of {self._size} ranks started in"
+                f" {self.options.start_timeout:g} s (missing: {list_numbers(missing)});"
+                " see --start-timeout and --verbose"
             )
             return 1
         if cause is not None:
             say(cause.text)
             return cause.code
         if code and not self._seen:
-            command = shlex.join(self._command)
+            command = shlex.join(self.command)
             say(f"pyhvd: mpiexec failed before any rank started (exit code {code}): {command}")
         elif code:
             say(f"pyhvd: mpiexec exited with code {code}, and no rank reported a failure")

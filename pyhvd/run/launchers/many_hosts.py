@@ -12,7 +12,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.rank_process import Program
@@ -21,10 +22,8 @@ from pyhvd.job.driver.console import Console, Terminal
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output, is_terminal
-from pyhvd.job.driver.signals import signals
 from pyhvd.job.driver.status_line import StatusLine, say
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
-from pyhvd.job.machines.machine import HostTexts
 from pyhvd.job.mpi.flavour import INSTALL, Flavour, find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
@@ -61,9 +60,13 @@ def run(options: Options, placed: JobHosts) -> int:
     status = StatusLine(sys.stderr, terminal=is_terminal(sys.stderr))
 
     def serve() -> None:
-        files = make_files(options.output_filename, placed.size)
+        files = RankFiles(options.output_filename, placed.size)
+        files.make(placed.size)
         shown = Output(
-            files=files, ranks=options.ranks, before=status.end, timestamp=options.prefix_timestamp
+            files=files.by_rank,
+            ranks=options.ranks,
+            before=status.end,
+            timestamp=options.prefix_timestamp,
         )
         with shown as output:
             _drive(options, placed, output, status)
@@ -100,7 +103,7 @@ def _drive(options: Options, placed: JobHosts, output: Output, status: StatusLin
     terminal = Terminal(status)
     console = Console(status.say, status.say, terminal)
     driver, _ = make_driver(options, spec, placed, directory, output, console)
-    with signals(terminal, driver.selector), ending(driver):
+    with terminal.hearing_signals(driver.selector), ending(driver):
         driver.serve()
 
 
@@ -128,9 +131,7 @@ def make_driver(
         lambda name, code, said: explain(logins[name], code, said, options.name_of),
         kept,
     )
-    texts = HostTexts(source.size, source.pool.names, spec.start_timeout, spec.name_of)
-    network = wanted_network(options, placed)
-    return GenerationDriver(spec, source, texts, output, console, network), source
+    return GenerationDriver(spec, source, output, console, wanted_network(options, placed)), source
 
 
 @contextlib.contextmanager
@@ -164,7 +165,7 @@ def wanted_network(options: Options, placed: JobHosts) -> Wanted:
         return Wanted(probe=False, ports=ports)
     source = ""
     if not given and placed.interface:
-        given, source = (placed.interface,), "the interface that the cluster names"
+        given, source = [placed.interface], "the interface that the cluster names"
     wishes = parse_wishes(given)
     hosts = {each.host.name for each in placed.hosts}
     if strange := [wish.host for wish in wishes if wish.host and wish.host not in hosts]:
@@ -185,32 +186,43 @@ def agent_commands(options: Options, placed: JobHosts) -> dict[str, list[str]]:
     }
 
 
-def make_files(
-    directory: str | None, size: int, ranks: Iterable[int] | None = None, name_of: NameOf = flag_of
-) -> dict[int, dict[int, OutputFile]]:
-    """Return new files for the output of ranks, and none without a directory; may raise LaunchError.
+@dataclass
+class RankFiles:
+    """The files of the ranks' output, which stay open from one generation to the next.
 
-    Parameters
+    Attributes
     ----------
     directory : str or None
-        Where the folders of the ranks are.
+        Where the ranks' folders are; None without files.
     size : int
-        The number of ranks, by which their folders' names are padded.
-    ranks : iterable of int, optional
-        The ranks; by default all.
+        The number of ranks by which the folders' names are padded.
     name_of : NameOf
         The names of options in errors.
+    by_rank : dict of int to dict of int to OutputFile
+        The files of each rank that has some; the output reads it in another thread.
     """
-    if directory is None:
-        return {}
-    failures: set[int] = set()
-    try:
-        return {
-            rank: rank_files(directory, rank, size, failures)
-            for rank in (range(size) if ranks is None else ranks)
-        }
-    except OSError as exc:
-        raise LaunchError(f"cannot write the files of {name_of(OUTPUT_FILENAME)}: {exc}") from exc
+
+    directory: str | None
+    size: int
+    name_of: NameOf = flag_of
+    by_rank: dict[int, dict[int, OutputFile]] = field(default_factory=dict)
+    _failures: set[int] = field(default_factory=set)
+
+    def make(self, number: int) -> None:
+        """Make the files of the first `number` ranks that have none yet; may raise LaunchError."""
+        if self.directory is None:
+            return
+        try:
+            for rank in range(number):
+                if rank not in self.by_rank:
+                    self.by_rank[rank] = rank_files(self.directory, rank, self.size, self._failures)
+        except OSError as exc:
+            raise LaunchError(f"cannot write the files of {self.name_of(OUTPUT_FILENAME)}: {exc}") from exc
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (file for both in self.by_rank.values() for file in both.values()):
+            file.close()
 
 
 def check_hosts(options: Options, directory: str) -> Checked:

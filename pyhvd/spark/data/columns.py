@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyhvd.spark.data.manifest import Column
-from pyhvd.spark.data.optional_imports import needed
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, needed
 
 if TYPE_CHECKING:
     import numpy.typing as npt

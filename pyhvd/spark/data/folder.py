@@ -13,8 +13,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from pyhvd.spark.data.optional_imports import needed
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, needed
 
 # Schemes of Hadoop, and fsspec's names for them.
 _SCHEMES = {"s3a": "s3", "s3n": "s3"}

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pyhvd.spark.data.columns import to_batch
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column, Dataset
-from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.shares import Piece
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, needed
 
 if TYPE_CHECKING:
     from pyhvd.spark.data.columns import Batch

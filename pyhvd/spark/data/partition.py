@@ -14,10 +14,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pyhvd.common.text import describe_ranks
 from pyhvd.spark.data.columns import describe, to_batch
-from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.data.shard import BatchPlan, Shard
-from pyhvd.spark.errors import DataError, missing_columns
+from pyhvd.spark.errors import DataError, missing_columns, needed
 from pyhvd.spark.task_body import TaskBody
 
 if TYPE_CHECKING:

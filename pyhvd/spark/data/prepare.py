@@ -15,10 +15,9 @@ from pyhvd.spark.data import manifest
 from pyhvd.spark.data.columns import difference
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Dataset
-from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.data.write_partition import PART_NAME, PartWriter, Written
-from pyhvd.spark.errors import DataError, SparkError, reason_of
+from pyhvd.spark.errors import DataError, SparkError, needed, reason_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

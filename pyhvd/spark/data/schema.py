@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyhvd.spark.data.optional_imports import needed
-from pyhvd.spark.errors import DataError, missing_columns
+from pyhvd.spark.errors import DataError, missing_columns, needed
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

@@ -15,8 +15,7 @@ import msgspec
 from pyhvd.spark.data.columns import describe, difference, to_batch
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column, DataFile
-from pyhvd.spark.data.optional_imports import needed
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, needed
 
 GROUP_BYTES = 16 << 20
 

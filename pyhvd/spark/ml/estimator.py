@@ -20,12 +20,11 @@ from pyhvd.spark.data.prepare import prepare
 from pyhvd.spark.data.schema import named
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.errors import DataError
-from pyhvd.spark.ml.fitting import Fitted, TrainFn, fit_on_rank
 from pyhvd.spark.ml.model import Model
 from pyhvd.spark.ml.model_metadata import ModelDescription
 from pyhvd.spark.ml.runs import Run
 from pyhvd.spark.ml.settings import check, check_metrics, trainer_of
-from pyhvd.spark.ml.training import FitPlan, Metric
+from pyhvd.spark.ml.training import FitPlan, Fitted, Metric, TrainFn, fit_on_rank
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pyhvd.spark.data.store import Store
-from pyhvd.spark.ml.fitting import TrainFn
 from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel, NumpyTrainer
+from pyhvd.spark.ml.training import TrainFn
 
 _OWN = ("fn", "args", "kwargs", "num_proc", "verbose")
 

@@ -1,4 +1,4 @@
-"""One rank's side of a fit: its batches, its epochs, and rank 0's checkpoints.
+"""One rank's side of a fit: its batches, its epochs, rank 0's checkpoints, and what it returns.
 
 It knows neither models nor pyspark: ranks have no Spark session.
 """
@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
 import pyhvd as hvd
+from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.data.shard import Shard, shard
+from pyhvd.spark.ml.prediction import describe_outputs
 from pyhvd.spark.ml.runs import Checkpoint, Run
 
 Array = npt.NDArray[Any]
@@ -181,6 +184,35 @@ class Training:
         return Batch(
             features, picked(columns, self._plan.label_cols), len(columns[self._plan.feature_cols[0]])
         )
+
+
+TrainFn = Callable[[Training], Callable[[Any], Any]]
+"""Trains on a rank, and returns a function from features to outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The result of rank 0: the pickled function from features to outputs, and each epoch's measures."""
+
+    predict: bytes
+    outputs: tuple[Column, ...]
+    history: list[dict[str, float]]
+
+
+def fit_on_rank(plan: FitPlan, train_fn: TrainFn) -> Fitted | None:
+    """Train; return the result on rank 0, None on other ranks."""
+    hvd.init()
+    training = Training(plan)
+    predict = train_fn(training)
+    if not callable(predict):
+        raise TypeError(
+            f"train_fn returned {type(predict).__name__}: it must return a function from features to outputs"
+        )
+    if hvd.rank() != 0:
+        return None
+    sample = training.sample()
+    outputs = describe_outputs(predict(sample.features), sample.rows)
+    return Fitted(cloudpickle.dumps(predict), outputs, training.history)
 
 
 def means_over(

@@ -7,8 +7,8 @@ import os
 import pytest
 from hypothesis import given, strategies as st
 
+from pyhvd.job.driver.agent_source import problem, version_problem
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.facts import problem, version_problem
 from pyhvd.job.messages import Facts, Hello
 from pyhvd.job.mpi.flavour import Flavour
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous

@@ -23,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pyhvd.common.text import list_hosts
 from pyhvd.job.connections import Peer
@@ -115,10 +116,11 @@ def environment(environ: Mapping[str, str], settings: Mapping[str, str] = {}) ->
     return mpiexec_settings("slot", env) | env
 
 
+@dataclass(eq=False)
 class MpiexecRendezvous(Rendezvous):
     """The way by Open MPI's mpiexec.
 
-    Parameters
+    Attributes
     ----------
     mpiexec : str
         Its path.
@@ -132,33 +134,28 @@ class MpiexecRendezvous(Rendezvous):
         Called with mpiexec's command and Open MPI's parameters, as a line for the user.
     """
 
+    mpiexec: str
+    extra: Sequence[str]
+    executable: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    show: Callable[[str], None] | None = None
+    _process: ServedCommand | None = None
+    _placed: dict[str, list[Member]] = field(default_factory=dict)  # of each local rank, by the host's name
+    _size: int = 0
+    _agents: dict[int, Connection] = field(default_factory=dict)  # by the agent that runs the daemon
+    _proxies: dict[int, tuple[str, RankProxy]] = field(default_factory=dict)  # with the host's name, by rank
+    _last_output: str = ""
+    _aborted: bool = False  # a rank has called MPI_Abort
+    _left: set[int] = field(default_factory=set)
+    _tidy_at: float = math.inf
+    _stopped: bool = False
+
     speaks_pmi = False
     # Open MPI's ranks end by themselves when their daemon or another rank is gone.
     ends_ranks = True
 
-    def __init__(
-        self,
-        mpiexec: str,
-        extra: Sequence[str],
-        executable: str | None = None,
-        settings: Mapping[str, str] = {},
-        show: Callable[[str], None] | None = None,
-    ) -> None:
-        self._mpiexec = os.path.abspath(mpiexec)
-        self._extra = list(extra)
-        self._executable = executable
-        self._settings = settings
-        self._show = show
-        self._process: ServedCommand | None = None
-        self._placed: dict[str, list[Member]] = {}  # the agent of each local rank, by the host's name
-        self._size = 0
-        self._agents: dict[int, Connection] = {}  # by the index of the agent that runs the daemon
-        self._proxies: dict[int, tuple[str, RankProxy]] = {}  # with the host's name, by rank
-        self._last_output = ""
-        self._aborted = False  # a rank has called MPI_Abort
-        self._left: set[int] = set()
-        self._tidy_at = math.inf
-        self._stopped = False
+    def __post_init__(self) -> None:
+        self.mpiexec = os.path.abspath(self.mpiexec)
 
     def begin(self, driver: Driver, groups: Sequence[Sequence[Member]]) -> None:
         """Start mpiexec.
@@ -175,17 +172,17 @@ class MpiexecRendezvous(Rendezvous):
         hosts = {name: len(placed) for name, placed in self._placed.items()}
         self._size = sum(hosts.values())
         _check_names([group[0].host for group in groups])
-        command = command_line(self._mpiexec, hosts, self._extra)
-        env = environment(os.environ, self._settings)
-        if self._show is not None:
+        command = command_line(self.mpiexec, hosts, self.extra)
+        env = environment(os.environ, self.settings)
+        if self.show is not None:
             parameters = shlex.join(
                 f"{name}={env[name]}" for name in sorted(env) if name.startswith(PARAMETERS)
             )
-            self._show(f"{parameters} {command.partition(' && exec ')[2]}")
+            self.show(f"{parameters} {command.partition(' && exec ')[2]}")
         try:
             self._process = ServedCommand(command, env, self._launch, self._note_output, self._note_end)
         except OSError as exc:
-            raise LaunchError(f"{self._mpiexec} could not be started: {exc}") from exc
+            raise LaunchError(f"{self.mpiexec} could not be started: {exc}") from exc
         self._process.register(driver.selector)
 
     def placements(self) -> list[RankPlacement]:
@@ -199,7 +196,7 @@ class MpiexecRendezvous(Rendezvous):
         started = Counter(host for host, _ in self._proxies.values())
         lacking = [placed[0].host for name, placed in self._placed.items() if started[name] < len(placed)]
         return (
-            f"{self._mpiexec} has not started all ranks on {list_hosts(lacking)}. Its daemons there must be"
+            f"{self.mpiexec} has not started all ranks on {list_hosts(lacking)}. Its daemons there must be"
             f" able to connect to any port of this host, {socket.gethostname()}{self._quote()}"
         )
 
@@ -265,8 +262,8 @@ class MpiexecRendezvous(Rendezvous):
             return
         index = placed[0].index
         self._agents[index] = agent
-        prefix = os.path.dirname(os.path.dirname(self._mpiexec))
-        self._driver.tell_agent(index, StartDaemon(wanted.command, prefix, self._executable))
+        prefix = os.path.dirname(os.path.dirname(self.mpiexec))
+        self._driver.tell_agent(index, StartDaemon(wanted.command, prefix, self.executable))
 
     def _add_proxy(self, host: str, proxy: RankProxy) -> None:
         placed = self._placed[host]
@@ -312,10 +309,10 @@ class MpiexecRendezvous(Rendezvous):
         code = self._process.code
         if code is None or code < 0:
             how = "and its guardian were killed" if code is None else describe_exit(code)
-            self._driver.blame(-1, f"{self._mpiexec} {how}", 1, SIGNAL)
+            self._driver.blame(-1, f"{self.mpiexec} {how}", 1, SIGNAL)
             return
         # If mpiexec ended the job because a rank failed, the rank's agent reports the cause.
-        text = f"{self._mpiexec} {describe_exit(code)} before the ranks{self._quote()}"
+        text = f"{self.mpiexec} {describe_exit(code)} before the ranks{self._quote()}"
         self._driver.blame(-1, text, 1, ENDED)
 
     def _quote(self) -> str:

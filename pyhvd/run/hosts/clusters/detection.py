@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyhvd.job.spec import HOSTFILE, HOSTS
-from pyhvd.run.hosts.clusters import lsf, mpijob, slurm, small
+from pyhvd.run.hosts.clusters import slurm, small
 from pyhvd.run.hosts.clusters.results import Allocation, Environ, ForeignRank, Surroundings
 from pyhvd.run.hosts.hosts import HostsError
 
@@ -11,7 +11,7 @@ from pyhvd.run.hosts.hosts import HostsError
 # set PMI's variables too: PMI's variables alone come last.
 _RANKS = (
     small.find_mpiexec_rank,
-    lsf.find_rank,
+    small.find_jsrun_rank,
     small.find_pals_rank,
     small.find_flux_rank,
     slurm.find_rank,
@@ -20,10 +20,10 @@ _RANKS = (
 # A hostfile that the user chose comes before the hosts of the cluster's job. Flux and Kubernetes, whose
 # variables name no hosts, come last: other systems run inside them.
 _ALLOCATIONS = (
-    mpijob.find_allocation,
+    small.find_mpijob_allocation,
     small.find_hydra_allocation,
     slurm.find_allocation,
-    lsf.find_allocation,
+    small.find_lsf_allocation,
     small.find_pbs_allocation,
     small.find_sge_allocation,
     small.find_sagemaker_allocation,

@@ -1,14 +1,16 @@
-"""Detectors for systems that a few variables show. Pure.
+"""Detectors for all systems but Slurm. Pure.
 
-Open MPI's mpiexec, Hydra (the mpiexec of MPICH and Intel MPI), PALS, Flux, PBS and Torque, Grid Engine (SGE),
-SageMaker, pods of Kubernetes without the MPI operator, and torchrun.
+Open MPI's mpiexec, Hydra (the mpiexec of MPICH and Intel MPI), PALS, Flux, LSF with jsrun, PBS and Torque,
+Grid Engine (SGE), SageMaker, Kubernetes with and without the MPI operator, and torchrun.
 """
 
 from __future__ import annotations
 
 import json
+import re
 
 from pyhvd.job.mpi.rank_env import OTHER, read_rank_env
+from pyhvd.run.hosts.agent_template import SSH
 from pyhvd.run.hosts.clusters.results import (
     HYDRA_HOST_FILES,
     Allocation,
@@ -17,6 +19,7 @@ from pyhvd.run.hosts.clusters.results import (
     Surroundings,
     number,
     rank_env,
+    read_file,
     read_named,
 )
 from pyhvd.run.hosts.hosts import Host, HostsError, merged, parse_hostfile
@@ -26,6 +29,15 @@ FLUX_AGENT = """sh -c 'exec flux exec -r "$(flux overlay lookup "$0")" sh -c "$1
 (flux-overlay(1)); not tried on a cluster."""
 
 KUBERNETES_AGENT = "kubectl exec -i {host} -- sh -c {command}"
+
+LSF_AGENT = "blaunch -no-shell {host} sh -c {command}"
+"""The options of blaunch are those of IBM's reference of LSF 10.1, not tried on a cluster."""
+
+# Of the launcher pods of Kubernetes' MPI operator, v2beta1 and v1.
+_HOST_FILE = "/etc/mpi/hostfile"
+_KUBEXEC = "/etc/mpi/kubexec.sh"
+# The script of the operator v1 ends with: /opt/kube/kubectl exec ${POD_NAME} -- /bin/sh -c "$*"
+_KUBECTL = re.compile(r"^(\S*kubectl) exec \$\{POD_NAME\}((?: [\w=./-]+)*?) -- /bin/sh -c ", re.MULTILINE)
 
 
 def find_mpiexec_rank(environ: Environ) -> ForeignRank | None:
@@ -70,6 +82,44 @@ def find_flux_rank(environ: Environ) -> ForeignRank | None:
     )
 
 
+def find_jsrun_rank(environ: Environ) -> ForeignRank | None:
+    """Return the rank that jsrun started."""
+    rank = number(environ, "JSM_NAMESPACE_RANK")
+    if rank is None:
+        return None
+    of_host = [number(environ, f"JSM_NAMESPACE_LOCAL_{name}") for name in ("RANK", "SIZE")]
+    return ForeignRank("jsrun", rank_env(environ, rank, number(environ, "JSM_NAMESPACE_SIZE"), *of_host))
+
+
+def find_mpijob_allocation(around: Surroundings) -> Allocation | None:
+    """Return the workers of the MPIJob whose launcher this pod is."""
+    environ = around.environ
+    kubexec = environ.get("OMPI_MCA_plm_rsh_agent") == _KUBEXEC
+    if environ.get("K_MPI_JOB_ROLE") != "launcher" and not kubexec:
+        return None
+    given = [environ.get(name) for name in ("OMPI_MCA_orte_default_hostfile", *HYDRA_HOST_FILES)]
+    path = next((name for name in given if name), _HOST_FILE)
+    slots = number(environ, "OMPI_MCA_orte_set_default_slots", "I_MPI_PERHOST")
+    text = read_file(path, "this pod is the launcher of an MPIJob", around)
+    hosts = parse_hostfile(text, path, around.slots_per_host or slots or 1)
+    return Allocation("Kubernetes' MPIJob", hosts, _kubexec_agent(around) if kubexec else SSH)
+
+
+def _kubexec_agent(around: Surroundings) -> str:
+    """Return the command of the operator's script with ``-i``, without which no input reaches the agent.
+
+    A script that is not the operator's is used as it is.
+    """
+    try:
+        text = read_file(_KUBEXEC, "it starts the workers of this MPIJob", around)
+    except HostsError:
+        text = ""
+    found = _KUBECTL.search(text)
+    if found is None:
+        return f"{_KUBEXEC} {{host}} {{command}}"
+    return f"{found[1]} exec -i {{host}}{found[2]} -- sh -c {{command}}"
+
+
 def find_hydra_allocation(around: Surroundings) -> Allocation | None:
     """Return the hosts of the hostfile that a variable of Hydra names."""
     environ = around.environ
@@ -79,6 +129,53 @@ def find_hydra_allocation(around: Surroundings) -> Allocation | None:
             hosts = parse_hostfile(text, environ[variable], around.slots_per_host or 1)
             return Allocation(f"{variable}={environ[variable]}", hosts)
     return None
+
+
+def find_lsf_allocation(around: Surroundings) -> Allocation | None:
+    """Return the hosts of LSF's job, without the launch node that LSF adds on systems with jsrun."""
+    environ = around.environ
+    job = environ.get("LSB_JOBID")
+    if not job:
+        return None
+    hosts = _of_lsf_files(around) or _of_pairs(environ)
+    return Allocation(f"LSF's job {job}", hosts, LSF_AGENT) if hosts else None
+
+
+def _of_lsf_files(around: Surroundings) -> tuple[Host, ...]:
+    """Return the hosts of the files that have a line for each slot."""
+    environ = around.environ
+    if environ.get("LSB_DJOB_RANKFILE"):
+        lines = read_named("LSB_DJOB_RANKFILE", around).split()
+        return _counted(lines[1:] if _has_launch_node(lines, environ) else lines, "LSB_DJOB_RANKFILE")
+    if environ.get("LSB_DJOB_HOSTFILE"):
+        return _counted(read_named("LSB_DJOB_HOSTFILE", around).split(), "LSB_DJOB_HOSTFILE")
+    return ()
+
+
+def _has_launch_node(lines: list[str], environ: Environ) -> bool:
+    """Return whether the first line is the launch node, which takes no ranks.
+
+    It is one with CSM. Elsewhere it is one if it is there once and every other host several times. Without
+    CSM LSF writes the first host of the job there, which takes ranks.
+    """
+    others = lines[1:]
+    if not others or lines[0] in others:
+        return False
+    return "CSM_ALLOCATION_ID" in environ or all(others.count(name) > 1 for name in set(others))
+
+
+def _of_pairs(environ: Environ) -> tuple[Host, ...]:
+    """Return the hosts of LSB_MCPU_HOSTS: ``h1 4 h2 4``."""
+    text = environ.get("LSB_MCPU_HOSTS", "")
+    words = text.split()
+    names, counts = words[::2], words[1::2]
+    if len(names) != len(counts) or not all(word.isdecimal() and int(word) > 0 for word in counts):
+        raise HostsError(f"cannot read LSB_MCPU_HOSTS={text!r}")
+    return merged((Host(*pair) for pair in zip(names, map(int, counts), strict=True)), "LSB_MCPU_HOSTS")
+
+
+def _counted(lines: list[str], where: str) -> tuple[Host, ...]:
+    return merged((Host(name, 1) for name in lines), where)
 
 
 def find_pbs_allocation(around: Surroundings) -> Allocation | None:
@@ -92,9 +189,7 @@ def find_pbs_allocation(around: Surroundings) -> Allocation | None:
         raise HostsError(f"{environ['PBS_NODEFILE']} names no host")
     folder = environ.get("PBS_O_WORKDIR")
     note = f"PBS starts jobs in the home directory; this job was submitted in {folder}" if folder else ""
-    return Allocation(
-        f"PBS's job {job}", merged((Host(name, 1) for name in lines), "PBS_NODEFILE"), note=note
-    )
+    return Allocation(f"PBS's job {job}", _counted(lines, "PBS_NODEFILE"), note=note)
 
 
 def find_sge_allocation(around: Surroundings) -> Allocation | None:

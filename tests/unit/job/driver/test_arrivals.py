@@ -12,10 +12,9 @@ import pytest
 
 from pyhvd.job.driver import arrivals
 from pyhvd.job.driver.arrivals import Arrivals
-from pyhvd.job.facts import hello
 from pyhvd.job.machines.found_hosts import Found
 from pyhvd.job.machines.member_host import FoundHost
-from pyhvd.job.messages import Beat, Stop, decode_from_driver, encode
+from pyhvd.job.messages import Beat, Stop, decode_from_driver, encode, hello
 from pyhvd.transport.tcp.connection import Connection, Secret
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 from tests.waiting import wait_until

@@ -8,14 +8,14 @@ from contextlib import closing
 
 import pytest
 
-from pyhvd.job.driver import input as job_input
-from pyhvd.job.driver.input import InputReader
+from pyhvd.job.driver import console
+from pyhvd.job.driver.console import InputReader
 
 
 def test_a_terminal_is_not_watched_in_its_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that wait there are another program's, and would wake the launcher again and again."""
     background = True
-    monkeypatch.setattr(job_input, "is_in_background", lambda _: background)
+    monkeypatch.setattr(console, "is_in_background", lambda _: background)
     reader, writer = os.pipe()
     os.write(writer, b"typed")
     sent: list[bytes] = []

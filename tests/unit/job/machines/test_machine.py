@@ -312,7 +312,7 @@ def test_ranks_that_do_not_find_each_other() -> None:
     assert isinstance(made.tick(0.0)[0], Begin)
     assert made.tick(START_S) == []
     assert made.tick(START_S + 0.1) == [Late()]
-    assert "mpiexec waits" in str(made.late_error("mpiexec waits"))
+    assert "mpiexec waits" in str(made.texts.late_error("mpiexec waits"))
 
 
 def test_an_agent_that_is_lost_as_ranks_begin_is_the_cause() -> None:

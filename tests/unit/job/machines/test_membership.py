@@ -217,7 +217,7 @@ class Schedule(RuleBasedStateMachine):
         host = self.pick(data, "starting")
         assert host is not None
         self.put_out(host)
-        self.machine.agent_failed(host, "ssh says no", self.now, jitter)
+        self.machine.agent_lost(host, "ssh says no", self.now, jitter)
         self.tick()
 
     def put_out(self, host: str) -> None:
@@ -295,7 +295,7 @@ class Schedule(RuleBasedStateMachine):
     @rule()
     def leave(self) -> None:
         self.end_generation()
-        self.machine.generation_left(self.now)
+        self.machine.generation_over(self.now, done=False)
         self.tick()
 
     @precondition(lambda self: self.runs and self.slots)
@@ -304,13 +304,13 @@ class Schedule(RuleBasedStateMachine):
         host = data.draw(st.sampled_from([*sorted(self.slots), "unknown"]))
         if host != "unknown":
             self.drained.add(host)
-        self.machine.drain(host, self.now)
+        self.machine.drain(host)
         self.tick()
 
     @precondition(lambda self: self.runs and self.ranks and self.number > 2)
     @rule()
     def finish(self) -> None:
-        self.machine.generation_done(self.now)
+        self.machine.generation_over(self.now, done=True)
         self.tick()
         assert self.over == Finish()
         assert self.machine.tick(self.now + 1.0) == []
@@ -353,7 +353,7 @@ class Schedule(RuleBasedStateMachine):
                 self.leave()
             for host in [name for name, state in self.agents.items() if state == "starting"]:
                 self.put_out(host)
-                self.machine.agent_failed(host, "no route", self.now, 0.5)
+                self.machine.agent_lost(host, "no route", self.now, 0.5)
             self.now += 5.0
             self.tick()
         raise AssertionError("the job neither runs nor ends")
@@ -414,7 +414,7 @@ class Job:
 
     def leave(self) -> list[Action]:
         """Let the ranks leave; return what follows."""
-        self.machine.generation_left(self.now)
+        self.machine.generation_over(self.now, done=False)
         return self.bring_up()
 
 
@@ -560,7 +560,7 @@ def test_a_start_waits_for_agents_that_are_starting() -> None:
     assert job.tick() == [StartAgent("a"), StartAgent("b")]
     job.machine.agent_up("b", 0.0)
     assert job.tick(100.0) == []
-    job.machine.agent_failed("a", "ssh: no route", job.now, 0.0)
+    job.machine.agent_lost("a", "ssh: no route", job.now, 0.0)
     assert job.tick() == start(0, b=2)
 
 
@@ -666,7 +666,7 @@ def test_a_script_that_fails_ends_the_job_only_at_first() -> None:
 def test_a_host_that_is_drained_leaves_and_stays_away() -> None:
     job = Job({"a": 1, "b": 1}, script=True)
     job.commit(5)
-    job.machine.drain("b", 0.0)
+    job.machine.drain("b")
     assert job.tick() == [AskToLeave(1)]
     assert job.leave() == [*start(1, a=1), EndAgent("b")]
     job.print({"a": 1, "b": 1}, times=3)
@@ -674,7 +674,7 @@ def test_a_host_that_is_drained_leaves_and_stays_away() -> None:
     job.print({"a": 1}, times=2)
     job.print({"a": 1, "b": 1})
     assert job.tick() == [StartAgent("b")]
-    job.machine.drain("x", 0.0)
+    job.machine.drain("x")
     job.tick()
     assert job.said[-1] == "pyhvd: cannot drain host x: it is none of the job's hosts: a, b"
 
@@ -682,7 +682,7 @@ def test_a_host_that_is_drained_leaves_and_stays_away() -> None:
 def test_a_drained_host_hands_its_state_over_first() -> None:
     job = Job({"a": 2, "b": 2}, max_np=2, start_np=2)
     job.commit(5)
-    job.machine.drain("a", 0.0)
+    job.machine.drain("a")
     assert job.tick() == [AskToLeave(1)]
     assert job.leave() == start(1, a=1, b=1)
     job.commit(5, "a")
@@ -695,7 +695,7 @@ def test_a_drained_host_hands_its_state_over_first() -> None:
 def test_a_drained_host_that_alone_holds_the_newest_commit_hands_it_over() -> None:
     job = Job({"a": 1, "b": 1})
     job.commit(5)
-    job.machine.drain("b", 0.0)
+    job.machine.drain("b")
     assert job.tick() == [AskToLeave(1)]
     job.commit(6, "b")
     assert job.fail("a") == start(1, a=1, b=1)
@@ -709,7 +709,7 @@ def test_a_drained_host_hands_over_an_older_commit_when_the_newer_one_is_lost() 
     job = Job({"a": 1, "b": 1, "c": 1}, max_np=2, start_np=2)
     job.commit(5)
     job.commit(6, "b")
-    job.machine.drain("a", 0.0)
+    job.machine.drain("a")
     assert job.tick() == [AskToLeave(1)]
     assert job.lose("b") == start(1, a=1, c=1)
 
@@ -719,7 +719,7 @@ def test_a_drained_host_that_alone_may_have_ranks_keeps_its_rank() -> None:
     job.commit(5)
     job.print({"a": 1, "b": 1})
     assert job.bring_up() == []
-    job.machine.drain("a", 0.0)
+    job.machine.drain("a")
     assert job.tick(100.0) == []
 
 
@@ -728,7 +728,7 @@ def test_after_a_rollback_older_holders_count() -> None:
     job.commit(5)
     assert job.lose("a") == start(1, b=1, c=1)
     job.machine.rolled_back(4)
-    job.machine.drain("b", 0.0)
+    job.machine.drain("b")
     assert job.tick() == []
     assert job.fail("c") == start(2, b=1, c=1)
     assert "from commit 4" in job.said[-1]
@@ -788,7 +788,7 @@ def test_no_restart_is_spent_on_hosts_that_come_or_go_at_the_limit() -> None:
     job = Job({"a": 1, "b": 1}, script=True, reset_limit=0)
     job.print({"a": 1, "c": 1}, times=3)
     assert job.bring_up(20.0) == []
-    job.machine.drain("a", job.now)
+    job.machine.drain("a")
     assert job.tick() == [AskToLeave(1)]
     assert str(error_of(job.leave())) == (
         "the ranks were started again 0 times, as often as --reset-limit allows, and the hosts have changed"
@@ -797,7 +797,7 @@ def test_no_restart_is_spent_on_hosts_that_come_or_go_at_the_limit() -> None:
 
 def test_ranks_that_are_killed_are_no_failure() -> None:
     job = Job({"a": 1, "b": 1})
-    job.machine.drain("b", 0.0)
+    job.machine.drain("b")
     assert job.tick() == [AskToLeave(1)]
     assert job.tick(60.0) == [EndGeneration()]
     assert job.fail("a") == [*start(1, a=1), EndAgent("b")]
@@ -806,7 +806,7 @@ def test_ranks_that_are_killed_are_no_failure() -> None:
 
 def test_a_job_is_over_when_all_ranks_have_returned() -> None:
     job = Job({"a": 1})
-    job.machine.generation_done(1.0)
+    job.machine.generation_over(1.0, done=True)
     assert job.tick() == [Finish()]
     assert job.tick(1.0) == []
 
@@ -834,14 +834,14 @@ def test_hosts_that_flap_never_start_ranks_again(results: list[set[str]], min_np
 
 def test_a_host_that_refuses_ends_its_generation_once() -> None:
     job = Job({"a": 2, "b": 2}, min_np=2)
-    job.machine.agent_failed("b", "the script is another", job.now, 0.0)
+    job.machine.agent_lost("b", "the script is another", job.now, 0.0)
     assert job.fail("") == start(1, a=2)
     assert "host b: the script is another" in job.said[-1]
 
 
 def test_a_host_that_is_lost_after_all_ranks_returned_changes_nothing() -> None:
     job = Job({"a": 2, "b": 2})
-    job.machine.generation_done(job.now)
+    job.machine.generation_over(job.now, done=True)
     job.machine.agent_lost("b", "its agent is gone", job.now, 0.0)
     assert job.tick() == [Finish()]
 

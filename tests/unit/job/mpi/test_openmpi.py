@@ -39,7 +39,7 @@ from pyhvd.job.mpi.openmpi.daemon import DaemonError, daemon_environment, locali
 from pyhvd.job.mpi.openmpi.local_server import VARIABLES, LocalServer, call_server, tell
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, command_line, environment, find
 from pyhvd.job.mpi.openmpi.served_command import ServedCommand
-from pyhvd.job.mpi.pmi import Barrier, PmiError
+from pyhvd.job.mpi.pmi import PmiError, PmiServer
 from pyhvd.job.mpi.rank_env import MPICH, OTHER
 from pyhvd.job.mpi.rendezvous import assign
 from pyhvd.job.process.exit_report import EXIT, SIGNAL
@@ -266,14 +266,14 @@ def test_placements_in_any_order(hosts: list[str]) -> None:
 
 
 def test_a_barrier_that_cannot_fill() -> None:
-    barrier = Barrier(2)
-    assert not barrier.enter(0)
+    server = PmiServer([2])
+    assert not server.handle(0, "cmd=barrier_in")
     with pytest.raises(PmiError, match="rank 1 has ended without taking part in MPI, but rank 0 waits"):
-        barrier.leave(1)
-    barrier.release(0)
-    barrier.leave(1)
+        server.leave(1)
+    other = PmiServer([2])
+    other.leave(1)
     with pytest.raises(PmiError, match="rank 0 waits"):
-        barrier.enter(0)
+        other.handle(0, "cmd=barrier_in")
 
 
 class Recorder:

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.run.hosts.agent_template import SSH, agent_command, check_agent, explain, ssh_command
-from pyhvd.run.hosts.clusters import lsf, slurm, small
+from pyhvd.run.hosts.clusters import slurm, small
 
 COMMAND = "exec '/opt/my python' -P -m pyhvd.job.agent.agent"
 
 
-@pytest.mark.parametrize("template", [SSH, small.FLUX_AGENT, small.KUBERNETES_AGENT, lsf.AGENT, slurm.AGENT])
+@pytest.mark.parametrize(
+    "template", [SSH, small.FLUX_AGENT, small.KUBERNETES_AGENT, small.LSF_AGENT, slurm.AGENT]
+)
 def test_the_commands_of_clusters_are_templates(template: str) -> None:
     assert check_agent(template) == template
     words = agent_command(template, "h1", COMMAND)

@@ -11,9 +11,8 @@ from pyhvd.run.hosts.agent_template import SSH
 from pyhvd.run.hosts.clusters import slurm, small
 from pyhvd.run.hosts.clusters.results import Surroundings
 from pyhvd.run.hosts.hosts import Host, HostsError
-from pyhvd.run.hosts.selection import HostSelection, select
+from pyhvd.run.hosts.selection import HostSelection, describe, select
 from pyhvd.run.options import Options
-from pyhvd.run.show_config import describe
 
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
 ONE_NODE = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2"}

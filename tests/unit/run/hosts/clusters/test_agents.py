@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pyhvd.run.hosts.agent_template import SSH, agent_command
-from pyhvd.run.hosts.clusters import lsf, slurm, small
+from pyhvd.run.hosts.clusters import slurm, small
 
 STAND_INS = {
     # srun reads options up to the program, and starts it without a shell.
@@ -76,7 +76,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     [
         SSH,
         slurm.AGENT,
-        lsf.AGENT,
+        small.LSF_AGENT,
         small.FLUX_AGENT,
         small.KUBERNETES_AGENT,
         "kubectl exec -i {host} --container main -- sh -c {command}",
