@@ -81,23 +81,6 @@ class Terminal:
         else:
             yield Input(b"")
 
-    @contextlib.contextmanager
-    def hearing_signals(self, selector: selectors.BaseSelector) -> Iterator[None]:
-        """Note this process's signals in the list, and wake the selector, while ranks are served."""
-        numbers = [*to_handle(), signal.SIGCHLD, signal.SIGTSTP]
-        before = {number: signal.getsignal(number) for number in numbers}
-        wake = wake_on_signals(lambda number, _: self.signals.append(number))
-        if before[signal.SIGTSTP] != signal.SIG_IGN:  # a shell without job control
-            signal.signal(signal.SIGTSTP, lambda number, _: self.signals.append(number))
-        selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
-        try:
-            yield
-        finally:
-            os.close(signal.set_wakeup_fd(-1))
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(wake)
-
     def acknowledge_input(self, count: int) -> None:
         """Note that rank 0 has taken bytes."""
         if self._input is not None:
@@ -107,6 +90,28 @@ class Terminal:
         """Read no more input."""
         if self._input is not None:
             self._input.close()
+
+
+@contextlib.contextmanager
+def noting_signals(noted: list[int]) -> Iterator[int]:
+    """Note this process's signals in a list; yield a descriptor that is readable after each of them."""
+    numbers = [*to_handle(), signal.SIGCHLD, signal.SIGTSTP]
+    before = {number: signal.getsignal(number) for number in numbers}
+    wake = wake_on_signals(lambda number, _: noted.append(number))
+    if before[signal.SIGTSTP] != signal.SIG_IGN:  # a shell without job control
+        signal.signal(signal.SIGTSTP, lambda number, _: noted.append(number))
+    try:
+        yield wake
+    finally:
+        os.close(signal.set_wakeup_fd(-1))
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(wake)
+
+
+def wake_by(selector: selectors.BaseSelector, wake: int) -> None:
+    """Let a descriptor of :func:`noting_signals` wake a selector."""
+    selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
 
 
 class InputReader:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
 import secrets
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from typing import Any, Protocol
 from pyhvd.common.text import list_hosts
 from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
-from pyhvd.job.driver.console import Console, Terminal
+from pyhvd.job.driver.console import Console, Terminal, noting_signals, wake_by
 from pyhvd.job.driver.drain_socket import DrainError, DrainSocket
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.held_commits import HeldCommits, Outcome, StateLostError
@@ -146,23 +148,10 @@ class Generation:
     driver: GenerationDriver
     source: CommandSource
     held: HeldCommits
-    terminal: Terminal | None
 
     def serves(self, host: str) -> bool:
         """Return whether this generation has ranks on a host."""
         return host in self.source.pool.names
-
-    @property
-    def stopped_by(self) -> int:
-        """The signal that shall end the job and that nobody has passed on yet; 0 without one."""
-        noted = [] if self.terminal is None else self.terminal.signals
-        return next((number for number in noted if number in ENDING), 0)
-
-    def hearing_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the ranks get this process's signals, if it is pyhvdrun."""
-        if self.terminal is None:
-            return contextlib.nullcontext()
-        return self.terminal.hearing_signals(self.driver.selector)
 
 
 @dataclass(eq=False)
@@ -206,6 +195,8 @@ class ElasticJob:
     _next: StartGeneration | None = None
     _running: Generation | None = None
     _finished: bool = False
+    _signals: list[int] = field(default_factory=list)  # of which nobody has taken notice yet
+    _wake: int = -1  # readable after each of them
     _requests: DrainSocket | None = None
 
     def __post_init__(self) -> None:
@@ -228,15 +219,34 @@ class ElasticJob:
             A signal ended the job.
         """
         try:
-            while not self._finished:
-                self._step(time.monotonic())
-                begins, self._next = self._next, None
-                if begins is not None:
-                    self._run(begins)
-                elif not self._finished:
-                    time.sleep(_LOOK_S)
+            if self.status is None:
+                self._serve()
+                return
+            with noting_signals(self._signals) as self._wake:
+                self._serve()
         except _GaveUp as exc:
             raise exc.error from None
+
+    def _serve(self) -> None:
+        while not self._finished:
+            self._step(time.monotonic())
+            begins, self._next = self._next, None
+            if self._finished:
+                break
+            self._heed_signals()
+            if begins is not None:
+                self._run(begins)
+            else:
+                time.sleep(_LOOK_S)
+
+    def _heed_signals(self) -> None:
+        """Follow signals that came between two generations, when there were no ranks to pass them on to."""
+        while self._signals:
+            number = self._signals.pop(0)
+            if number in ENDING:
+                raise _GaveUp(Interrupted(number, ""))
+            if number == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     def close(self) -> None:
         """End all agents."""
@@ -373,19 +383,22 @@ class ElasticJob:
         hosts, checked, network = self.starter.prepare(begins.places)
         source = CommandSource(self.spec, hosts, lambda: checked, self.starter.explain, self._kept)
         held = HeldCommits(begins.number, self._commit, self._holders)
-        terminal = None if self.status is None else Terminal(self.status, reads=begins.number == 0)
+        terminal = None
+        if self.status is not None:
+            terminal = Terminal(self.status, reads=begins.number == 0, signals=self._signals)
         console = Console(self.say, self.say, terminal)
         driver = GenerationDriver(self.spec, source, self.output, console, network, held, self._step)
-        return Generation(driver, source, held, terminal)
+        if terminal is not None:
+            wake_by(driver.selector, self._wake)
+        return Generation(driver, source, held)
 
     def _run(self, begins: StartGeneration) -> None:
         """Run one generation to its end, and tell the machine how it ended."""
         running = self._running = self._make(begins)
         driver, failure = running.driver, None
         try:
-            with running.hearing_signals():
-                failure = _serve(running)
-                driver.settle()
+            failure = _serve_generation(running)
+            driver.settle()
             running.source.keep_agents()
         finally:
             self._running = None
@@ -394,8 +407,9 @@ class ElasticJob:
         self.last = running
         done = failure is None and running.held.outcome is Outcome.DONE
         self._report(running, failure, time.monotonic(), done=done)
-        if running.stopped_by and not done:
-            raise _GaveUp(Interrupted(running.stopped_by, ""))
+        if not done:  # the ranks may have left for another reason since they got the signal
+            self._signals[:0] = filter(None, [driver.machine.stopped_by])
+            self._heed_signals()
 
     def _report(self, over: Generation, failure: Exception | None, now: float, *, done: bool) -> None:
         """Tell the machine how a generation ended."""
@@ -422,7 +436,7 @@ class ElasticJob:
             self._lose_agent(host, why, now)
 
 
-def _serve(running: Generation) -> RankError | LaunchError | None:
+def _serve_generation(running: Generation) -> RankError | LaunchError | None:
     """Serve a generation; return why it failed, if it did."""
     try:
         running.driver.serve()

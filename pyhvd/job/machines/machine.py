@@ -209,6 +209,8 @@ class JobMachine:
         Whether all agents have registered; from then on a lost agent is a failure.
     network : NetworkChoice or None
         The network of the ranks, after all agents have registered; None if none is chosen.
+    stopped_by : int
+        The signal that ends the job; 0 without one.
     """
 
     size: int
@@ -223,11 +225,11 @@ class JobMachine:
     ended: set[int] = field(default_factory=set)
     all_registered: bool = False
     network: NetworkChoice | None = None
+    stopped_by: int = 0
     _failures: FailureAnalysis = field(default_factory=FailureAnalysis)
     _owned: dict[int, frozenset[int]] = field(default_factory=dict)
     _by_rank: dict[int, RankPlacement] = field(default_factory=dict)
     _probes: Iterator[int] = field(default_factory=count)
-    _stopped_by: int = 0
     _end_at: float = math.inf
     _say_waiting_at: float = math.inf
     _interrupts: list[ExitReport] = field(default_factory=list)
@@ -261,7 +263,7 @@ class JobMachine:
         left = owned - self.ended
         if not self.all_registered:
             self.network = None  # the next agent there probes with the others again
-        if self._stopped_by:
+        if self.stopped_by:
             self._failed_after_signal |= owned
         elif not self.all_registered:
             self.pool.remove(member)
@@ -308,7 +310,7 @@ class JobMachine:
         `ended` says that MPI may have ended the rank because another one was lost. Such a failure gets the
         driver's time, because the earliest of them counts as the cause.
         """
-        if self._stopped_by:
+        if self.stopped_by:
             self._failed_after_signal.add(report.rank)
             if report.kind == INTERRUPT:
                 self._interrupts.append(report)
@@ -339,7 +341,7 @@ class JobMachine:
         waited : bool
             Whether a better cause would be known by now.
         """
-        if not self._stopped_by:
+        if not self.stopped_by:
             self._failures.add(ExitReport(rank, kind, code, text, self.epoch + now), now, waited=waited)
 
     def signal(self, number: int, now: float) -> list[Action]:
@@ -347,16 +349,16 @@ class JobMachine:
         if number == SIGTSTP:
             return [PassOn(number), Pause(), PassOn(SIGCONT)]
         if number in ENDING:
-            self._end_at = now if self._stopped_by else now + GRACE_S
+            self._end_at = now if self.stopped_by else now + GRACE_S
             self._say_waiting_at = now + SAY_WAITING_S
-            self._stopped_by = self._stopped_by or number
+            self.stopped_by = self.stopped_by or number
         return [PassOn(number)]
 
     # ---- decisions
 
     def tick(self, now: float) -> list[Action]:
         """Return what is to be done at this time; an :class:`End` is the last action of a job."""
-        if self._stopped_by:
+        if self.stopped_by:
             return self._stop(now)
         # On hosts, where a network is wanted, only the ranks' ends count. In Spark an earlier failure of
         # mpiexec counts too.
@@ -402,7 +404,7 @@ class JobMachine:
         left = [placement.rank for placement in self.placements if placement.rank not in over]
         if not left or now >= self._end_at:
             first = root_cause(self._interrupts)
-            return [End(Interrupted(self._stopped_by, "" if first is None else first.text))]
+            return [End(Interrupted(self.stopped_by, "" if first is None else first.text))]
         if now < self._say_waiting_at:
             return []
         self._say_waiting_at = math.inf

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
-from pyhvd.job.driver.console import Console, Terminal
+from pyhvd.job.driver.console import Console, Terminal, noting_signals, wake_by
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output, is_terminal
@@ -103,7 +103,8 @@ def _drive(options: Options, placed: JobHosts, output: Output, status: StatusLin
     terminal = Terminal(status)
     console = Console(status.say, status.say, terminal)
     driver, _ = make_driver(options, spec, placed, directory, output, console)
-    with terminal.hearing_signals(driver.selector), ending(driver):
+    with noting_signals(terminal.signals) as wake, ending(driver):
+        wake_by(driver.selector, wake)
         driver.serve()
 
 
