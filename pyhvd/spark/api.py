@@ -49,10 +49,6 @@ _STOP_S = 3.0
 JOB_END_S = 15.0
 
 
-_RankOptions = tuple[float | None, Mapping[str, str] | None, Iterable[str] | None, str | None]
-"""What the user says of the ranks: start timeout, variables, network interfaces, and Python."""
-
-
 def run(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -111,52 +107,88 @@ def run(
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo=use_gloo, use_mpi=use_mpi)
     out = Output(*check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp, quiet=not verbose)
-    return _run((fn, args, kwargs), (start_timeout, env, nics, executable), num_proc, out, verbose, df, extra)
+    if df is not None:
+        check_frame(df)
+    call = SparkCall((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, verbose)
+    size = call.find_size()
+    return _run(call, size, out, None if df is None else deal(df, size), extra)
+
+
+class SparkCall:
+    """The arguments that `run` and `run_elastic` share, checked, and Spark's context.
+
+    Attributes
+    ----------
+    function : tuple
+        The function, its args and its kwargs.
+    variables : dict of str to str
+        Those of the ranks.
+    start_timeout : float
+        In seconds, of the user or by default.
+    ends_late : bool
+        Whether the user has given that time.
+    """
+
+    def __init__(
+        self,
+        function: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
+        num_proc: int | None,
+        start_timeout: float | None,
+        env: Mapping[str, str] | None,
+        nics: Iterable[str] | None,
+        executable: str | None,
+        verbose: int,
+    ) -> None:
+        check_call(function, env, executable)
+        expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
+        self.function, self.executable, self.verbose = function, executable, verbose
+        self._nics = interface_names(nics)
+        self.variables = rank_variables(env, self._nics)
+        self.start_timeout = read_start_timeout(start_timeout, os.environ)
+        self.ends_late = start_timeout is not None
+        self._size = None if num_proc is None else check_size(num_proc)
+        self.context = active_context()
+        self.conf = self.context.getConf()
+
+    def find_size(self) -> int:
+        """Return the given number of ranks, or wait for executors, and return that of their slots."""
+        if self._size is not None:
+            return self._size
+        return wait_for_slots(
+            lambda: count_slots(self.context), self.start_timeout, dynamic=is_dynamic(self.conf)
+        )
+
+    def driver_hosts(self) -> tuple[list[str], list[str]]:
+        """Return where the driver listens, and the names by which the tasks know it."""
+        if self._nics is not None:
+            return (interface_addresses(self._nics),) * 2
+        return driver_hosts(self.conf)
 
 
 def _run(
-    call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
-    ranks: _RankOptions,
-    num_proc: int | None,
-    output: Output,
-    verbose: int,
-    df: DataFrame | None,
-    extra: list[str] | None,
+    call: SparkCall, size: int, output: Output, rows: Selection | None, extra: list[str] | None
 ) -> list[Any]:
-    start_timeout, env, nics, executable = ranks
-    check_call(call, env, executable)
-    expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
-    if df is not None:
-        check_frame(df)
-    chosen = interface_names(nics)
-    timeout = read_start_timeout(start_timeout, os.environ)
-    size = None if num_proc is None else check_size(num_proc)
-    context = active_context()
-    conf = context.getConf()
-    if size is None:
-        size = wait_for_slots(lambda: count_slots(context), timeout, dynamic=is_dynamic(conf))
-    dealt = None if df is None else deal(df, size)
-    code, broadcasts = pack(context, call, dump_functions)
+    code, broadcasts = pack(call.context, call.function, dump_functions)
     spec = JobSpec(
         code,
-        env=rank_variables(env, chosen),
-        executable=executable,
-        start_timeout=timeout,
-        ends_late=start_timeout is not None,
+        env=call.variables,
+        executable=call.executable,
+        start_timeout=call.start_timeout,
+        ends_late=call.ends_late,
     )
-    bound, announced = driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
+    bound, announced = call.driver_hosts()
     secret = Secret()
-    rendezvous = PmiRendezvous() if extra is None else _mpiexec(extra, executable)
+    rendezvous = PmiRendezvous() if extra is None else _mpiexec(extra, call.executable)
     with as_spark_errors(), output:
         source = TaskSource(size, secret, bound, rendezvous)
         console = Console(_warn, _warn)
-        driver = GenerationDriver(spec, source, TaskTexts(size, timeout), output, console)
+        driver = GenerationDriver(spec, source, TaskTexts(size, call.start_timeout), output, console)
         addresses = list(zip(announced, driver.connections.ports, strict=True))
         try:
-            results = _drive(context, driver, size, TaskBody(addresses, secret, broadcasts), dealt)
+            results = _drive(call.context, driver, size, TaskBody(addresses, secret, broadcasts), rows)
         finally:
             driver.close()
-            for each in driver.placements if verbose >= 2 else ():
+            for each in driver.placements if call.verbose >= 2 else ():
                 _log.warning("rank %d was Spark task %d on %s", each.rank, each.index, each.host)
         return [load_result(rank, bytearray(result)) for rank, result in enumerate(results)]
 

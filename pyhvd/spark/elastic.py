@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from pyhvd.config import read_timeout
@@ -24,33 +24,16 @@ from pyhvd.job.machines.roster import ElasticLimits, Place
 from pyhvd.job.messages import Facts
 from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
-from pyhvd.job.network.interfaces import interface_addresses
 from pyhvd.job.network.network_choice import Wanted
-from pyhvd.job.rank.call import (
-    check_call,
-    check_size,
-    check_text_files,
-    expect,
-    interface_names,
-    is_duration,
-    rank_variables,
-)
+from pyhvd.job.rank.call import check_size, check_text_files, expect, is_duration
 from pyhvd.job.spec import ELASTIC_TIMEOUT, ElasticSpec, JobSpec, argument_of
 from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.launchers.elastic import clear_store, make_store
-from pyhvd.spark.api import (
-    JOB_END_S,
-    active_context,
-    as_spark_errors,
-    driver_hosts,
-    is_dynamic,
-    read_start_timeout,
-)
+from pyhvd.spark.api import JOB_END_S, SparkCall, as_spark_errors
 from pyhvd.spark.decommission import DecommissionWatch, may_decommission
 from pyhvd.spark.elastic_task import DECOMMISSIONED, ElasticTask
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.job import CollectJob
-from pyhvd.spark.slots import count_slots, wait_for_slots
 from pyhvd.spark.task_body import pack
 from pyhvd.transport.tcp.connection import Secret
 
@@ -104,43 +87,33 @@ def run_elastic(
     store : str, optional
         A folder's URL for fsspec, where commits are stored in case all executors are lost.
     """
-    check_call((fn, args, kwargs), env, executable)
-    expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
     expect(store is None or isinstance(store, str), "store", store, "a URL, as str")
     least, most = _renamed("min", min_num_proc, min_np), _renamed("max", max_num_proc, max_np)
-    chosen = interface_names(nics)
-    own = [(name.encode(), value.encode()) for name, value in rank_variables(env, chosen).items()]
     out = Output(*check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp, quiet=not verbose)
-    timeout = read_start_timeout(start_timeout, os.environ)
-    context = active_context()
-    size = _count_slots(context, timeout) if num_proc is None else num_proc
-    limits = _limits(size, least, most, reset_limit, elastic_timeout, timeout)
-    code, broadcasts = pack(context, (fn, args, kwargs), lambda call: dump_call(call, _HERE, own, []))
+    call = SparkCall((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, verbose)
+    size = call.find_size()
+    limits = _limits(size, least, most, reset_limit, elastic_timeout, call.start_timeout)
+    own = [(name.encode(), value.encode()) for name, value in call.variables.items()]
+    code, broadcasts = pack(call.context, call.function, lambda known: dump_call(known, _HERE, own, []))
     task = functools.partial(ElasticTask, executable=executable, broadcasts=broadcasts)
     with as_spark_errors():
         elastic = ElasticSpec(limits.max_np or size, store=make_store(store or "", 1, of_stores(own)))
-        spec = JobSpec(
-            *(code, True, {}, None, timeout, start_timeout is not None), elastic=elastic, name_of=argument_of
-        )
-        return _serve(context, spec, limits, task, chosen, out)
-
-
-def _count_slots(context: Any, timeout: float) -> int:
-    return wait_for_slots(lambda: count_slots(context), timeout, dynamic=is_dynamic(context.getConf()))
+        times = call.start_timeout, call.ends_late
+        spec = JobSpec(*(code, True, {}, None, *times), elastic=elastic, name_of=argument_of)
+        return _serve(call, spec, limits, task, out)
 
 
 def _serve(
-    context: Any,
+    call: SparkCall,
     spec: JobSpec,
     limits: ElasticLimits,
     make_task: Callable[..., ElasticTask],
-    nics: Sequence[str] | None,
     shown: Output,
 ) -> list[Any]:
     """Start the tasks, and serve the job to its end; return the results."""
     assert spec.elastic is not None
-    conf = context.getConf()
-    bound, announced = driver_hosts(conf) if nics is None else (interface_addresses(nics),) * 2
+    context, conf = call.context, call.conf
+    bound, announced = call.driver_hosts()
     secret = Secret()
     with shown as output, contextlib.closing(Arrivals(secret, bound)) as arrivals:
         addresses = list(zip(announced, arrivals.ports, strict=True))
@@ -181,7 +154,6 @@ def _limits(
     start_timeout: float,
 ) -> ElasticLimits:
     """Return the limits of the job; raise ValueError for numbers that do not fit."""
-    check_size(size)
     least = size if least is None else check_size(least, "min_num_proc")
     most = size if most is None else check_size(most, "max_num_proc")
     if not least <= size <= most:
@@ -223,6 +195,7 @@ def _end(spark: CollectJob, arrivals: Arrivals) -> None:
     spark.close()
 
 
+@dataclass
 class _TaskStarter:
     """Takes tasks of Spark for agents: each is a host with one slot. An :class:`AgentStarter`.
 
@@ -240,20 +213,15 @@ class _TaskStarter:
         Knows which executors are being decommissioned.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        least: int,
-        arrivals: Arrivals,
-        spark: CollectJob,
-        watch: DecommissionWatch | None,
-    ) -> None:
-        self._least = least
-        self._arrivals = arrivals
-        self._spark = spark
-        self._watch = watch
-        self._start_timeout = spec.start_timeout
-        self._start_by = time.monotonic() + spec.start_timeout
+    spec: JobSpec
+    least: int
+    arrivals: Arrivals
+    spark: CollectJob
+    watch: DecommissionWatch | None
+
+    def __post_init__(self) -> None:
+        """Begin to count the time."""
+        self._start_by = time.monotonic() + self.spec.start_timeout
 
     def command(self, host: str) -> Sequence[str]:
         """See :meth:`AgentStarter.command`."""
@@ -261,11 +229,11 @@ class _TaskStarter:
 
     def start(self, command: Sequence[str]) -> TaskAgent:
         """See :meth:`AgentStarter.start`."""
-        return self._arrivals.agent(command[0])
+        return self.arrivals.agent(command[0])
 
     def end(self, host: str, agent: AgentProcess) -> None:
         """Let Spark start the task again on another executor, if this one is being decommissioned."""
-        if self._watch is not None and host in self._watch.leaving and isinstance(agent, TaskAgent):
+        if self.watch is not None and host in self.watch.leaving and isinstance(agent, TaskAgent):
             agent.stop(DECOMMISSIONED)
         agent.end()
         agent.close()
@@ -282,30 +250,30 @@ class _TaskStarter:
 
     def leaving(self) -> Mapping[str, str]:
         """Return the tasks whose executors are being decommissioned."""
-        if self._watch is None:
+        if self.watch is None:
             return {}
-        self._watch.tasks = tasks = self._arrivals.tasks
-        return dict.fromkeys(sorted(self._watch.leaving & tasks.keys()), DECOMMISSIONED)
+        self.watch.tasks = tasks = self.arrivals.tasks
+        return dict.fromkeys(sorted(self.watch.leaving & tasks.keys()), DECOMMISSIONED)
 
     def why_over(self, number: int, now: float) -> Exception | None:
         """See :meth:`AgentStarter.why_over`."""
-        if self._spark.done:
+        if self.spark.done:
             return self._why_spark_ended()
         if number < 0 and now >= self._start_by:  # the membership gives up then, too
             return StartTimeoutError(
-                f"less than {self._least} tasks have started within {self._start_timeout:g} s: does the"
+                f"less than {self.least} tasks have started within {self.spec.start_timeout:g} s: does the"
                 " cluster have as many free slots? See start_timeout and min_num_proc"
             )
         return None
 
     def _why_spark_ended(self) -> Exception:
         try:
-            self._spark.results()
+            self.spark.results()
         except SparkError as exc:
             return exc
         return SparkError("all tasks have ended, as they have not heard of the driver")
 
     def close(self) -> None:
         """See :meth:`AgentStarter.close`."""
-        if self._watch is not None:
-            self._watch.close()
+        if self.watch is not None:
+            self.watch.close()

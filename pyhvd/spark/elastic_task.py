@@ -12,11 +12,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pyhvd.job.mpi.rank_env import own_environment
-from pyhvd.spark.resources import RESOURCES
-from pyhvd.spark.task_body import rank_variables
+from pyhvd.spark.task_body import describe_task
 from pyhvd.transport.tcp.connection import Address, Secret
 
 DECOMMISSIONED = "its executor is being decommissioned"
@@ -25,6 +25,7 @@ GO_ON_ELSEWHERE = 75
 """The exit code of such an agent."""
 
 
+@dataclass(frozen=True)
 class ElasticTask:
     """Runs an agent for a partition; Spark pickles it and sends it to the executors.
 
@@ -42,47 +43,31 @@ class ElasticTask:
         The broadcast variables of the function.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[Address],
-        secret: Secret,
-        executable: str | None,
-        most_failures: int,
-        broadcasts: Mapping[int, Any],
-    ) -> None:
-        self._broadcasts = dict(broadcasts)
-        self._addresses = list(addresses)
-        self._secret = secret
-        self._executable = executable
-        self._most_failures = most_failures
+    addresses: Sequence[Address]
+    secret: Secret
+    executable: str | None
+    most_failures: int
+    broadcasts: Mapping[int, Any]
 
     def __call__(self, partition: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         """Run the agent until the job is over; yield nothing."""
-        from pyspark import TaskContext
-
         tuple(partition)
-        context = TaskContext.get()
-        assert context is not None
-        resources = {name: list(each.addresses) for name, each in context.resources().items()}
-        env = own_environment(os.environ) | {
-            RESOURCES: json.dumps(resources),
-            **rank_variables(self._broadcasts),
-            "PYHVD_HOST_SALT": os.environ.get("PYHVD_SPARK_HOST_SALT", ""),
-        }
+        context, variables = describe_task(self.broadcasts)
+        salt = {"PYHVD_HOST_SALT": os.environ.get("PYHVD_SPARK_HOST_SALT", "")}
         agent = subprocess.Popen(
-            [self._executable or sys.executable, "-P", "-m", "pyhvd.spark.elastic_agent"],
+            [self.executable or sys.executable, "-P", "-m", "pyhvd.spark.elastic_agent"],
             stdin=subprocess.PIPE,
             stdout=2,  # the worker's stdout is Spark's
-            env=env,
+            env=own_environment(os.environ) | variables | salt,
         )
         told = {
-            "key": self._secret.reveal().hex(),
-            "addresses": self._addresses,
+            "key": self.secret.reveal().hex(),
+            "addresses": self.addresses,
             "task": context.taskAttemptId(),
         }
         agent.communicate(json.dumps(told).encode())
         if agent.returncode == GO_ON_ELSEWHERE:
-            if context.attemptNumber() + 1 < self._most_failures:
+            if context.attemptNumber() + 1 < self.most_failures:
                 raise RuntimeError(f"{DECOMMISSIONED}: the task shall run on another one")
         elif agent.returncode:
             raise RuntimeError(

@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from struct import pack
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -280,7 +281,7 @@ def test_old_names_of_arguments_of_run_elastic(monkeypatch: pytest.MonkeyPatch) 
     def limits(*given: Any) -> None:
         raise Found(*given[:3])
 
-    monkeypatch.setattr(elastic, "active_context", lambda: None)
+    monkeypatch.setattr("pyhvd.spark.api.active_context", Mock)
     monkeypatch.setattr(elastic, "_limits", limits)
     text = "^(min|max)_np is deprecated: use (min|max)_num_proc$"
     for newer, least in ((None, 2), (3, 3)):
@@ -309,7 +310,7 @@ def test_a_start_timeout_of_run_elastic_ends_late_ranks(
     """Only if it is given; without it late ranks are named."""
     monkeypatch.setenv("HOROVOD_SPARK_START_TIMEOUT", "8")
     served: list[Any] = []
-    monkeypatch.setattr(elastic, "active_context", lambda: None)
+    monkeypatch.setattr("pyhvd.spark.api.active_context", Mock)
     monkeypatch.setattr(elastic, "pack", lambda *_: (b"", {}))
     monkeypatch.setattr(elastic, "_serve", lambda _, *asked: served.append(asked))
     pyhvd.spark.run_elastic(print, num_proc=2, start_timeout=seconds)
