@@ -152,10 +152,12 @@ def partition(
 
 
 def _share(source: SpilledPieces, plan: BatchPlan, *, equal_steps: bool) -> Shard:
-    from pyhvd.api import topology
+    import numpy as np
 
-    rank = topology.rank()
-    counts = _counts(sum(source.lengths))
+    from pyhvd.api import collectives, topology
+
+    rank, own = topology.rank(), np.array([sum(source.lengths)])
+    counts = collectives.allgather(own, name="pyhvd.spark.partition").tolist()
     empty = [index for index, count in enumerate(counts) if not count]
     if empty:
         raise DataError(
@@ -165,13 +167,3 @@ def _share(source: SpilledPieces, plan: BatchPlan, *, equal_steps: bool) -> Shar
     rows = min(counts) if equal_steps else counts[rank]
     columns = describe(source.load(0))
     return Shard(source, columns, rank=rank, total_rows=sum(counts), rows=rows, plan=plan)
-
-
-def _counts(own: int) -> list[int]:
-    """Return the number of rows of each rank; this one has `own`."""
-    import numpy as np
-
-    from pyhvd.api import collectives
-
-    counts = collectives.allgather(np.array([own]), name="pyhvd.spark.partition")
-    return [int(count) for count in counts]

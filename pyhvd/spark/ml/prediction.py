@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -28,6 +29,7 @@ _SPARK_TYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Predictor:
     """Adds a model's outputs to record batches; a function for DataFrame.mapInArrow.
 
@@ -35,38 +37,30 @@ class Predictor:
     The results have the first columns of the record batches, by `names`, then the outputs.
     """
 
-    def __init__(
-        self,
-        predict: bytes,
-        features: Sequence[tuple[int, Column]],
-        outputs: Sequence[Column],
-        names: Sequence[str],
-        batch_size: int,
-    ) -> None:
-        self._predict = predict
-        self._features = list(features)
-        self._outputs = list(outputs)
-        self._names = list(names)
-        self._batch_size = batch_size
+    predict: bytes
+    features: Sequence[tuple[int, Column]]
+    outputs: Sequence[Column]
+    names: Sequence[str]
+    batch_size: int
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every record batch with its outputs."""
         pa = needed("pyarrow")
-        predict = cloudpickle.loads(self._predict)
-        names = self._names + [column.name for column in self._outputs]
+        predict = cloudpickle.loads(self.predict)
+        names = [*self.names, *(column.name for column in self.outputs)]
         for batch in batches:
-            for start in range(0, batch.num_rows, self._batch_size):
-                part = batch.slice(start, self._batch_size)
+            for start in range(0, batch.num_rows, self.batch_size):
+                part = batch.slice(start, self.batch_size)
                 features = tuple(
                     as_trained(to_array(part.column(source), column.name), column)
-                    for source, column in self._features
+                    for source, column in self.features
                 )
                 outputs = as_tuple(predict(features[0] if len(features) == 1 else features))
                 added = [
                     to_arrow(self._as_described(output, column, part.num_rows))
-                    for output, column in zip(outputs, self._outputs, strict=True)
+                    for output, column in zip(outputs, self.outputs, strict=True)
                 ]
-                columns = [*part.columns[: len(self._names)], *added]
+                columns = [*part.columns[: len(self.names)], *added]
                 yield pa.RecordBatch.from_arrays(columns, names=names)
 
     def _as_described(self, output: Any, column: Column, rows: int) -> Array:
