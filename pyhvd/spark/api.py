@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from pyhvd.config import read_timeout
 from pyhvd.job import errors as job_errors
-from pyhvd.job.driver.console import Console
+from pyhvd.job.driver.console import Console, log_warning
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.output import Output
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
@@ -30,13 +29,13 @@ from pyhvd.job.rank.call import (
     rank_variables,
 )
 from pyhvd.job.rank.pickles import dump_functions
-from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec
+from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec, Option
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection, check_frame
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.job import CollectJob, TaskSource, TaskTexts, serve_tasks
 from pyhvd.spark.slots import count_slots, wait_for_slots
-from pyhvd.spark.task_body import TaskBody, pack
+from pyhvd.spark.task_body import TaskBody, is_on, pack
 from pyhvd.transport.tcp.connection import Secret
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ _log = logging.getLogger("pyhvd")
 
 # Tasks have this long to kill their ranks and end; then Spark kills the Python workers.
 _STOP_S = 3.0
-JOB_END_S = 15.0
 
 
 def run(
@@ -144,7 +142,7 @@ class SparkCall:
         self.function, self.executable, self.verbose = function, executable, verbose
         self._nics = interface_names(nics)
         self.variables = rank_variables(env, self._nics)
-        self.start_timeout = read_start_timeout(start_timeout, os.environ)
+        self.start_timeout = read_duration(SPARK_START_TIMEOUT, start_timeout)
         self.ends_late = start_timeout is not None
         self._size = None if num_proc is None else check_size(num_proc)
         self.context = active_context()
@@ -181,7 +179,7 @@ def _run(
     rendezvous = PmiRendezvous() if extra is None else _mpiexec(extra, call.executable)
     with as_spark_errors(), output:
         source = TaskSource(size, secret, bound, rendezvous)
-        console = Console(_warn, _warn)
+        console = Console(log_warning, log_warning)
         driver = GenerationDriver(spec, source, TaskTexts(size, call.start_timeout), output, console)
         addresses = list(zip(announced, driver.connections.ports, strict=True))
         try:
@@ -208,16 +206,10 @@ def _drive(
         try:
             driver.stop(type(exc).__name__, _STOP_S)
         finally:
-            job.cancel()
-        if not job.join(JOB_END_S):
-            _log.warning("Spark has not ended job group %s within %g s", job.group, JOB_END_S)
+            job.end()
         raise
     finally:
         job.close()
-
-
-def _warn(text: str) -> None:
-    _log.warning("%s", text)
 
 
 def _say_without_effect(what: str, why: str) -> None:
@@ -284,11 +276,11 @@ def driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
     return [bind.strip("[]")], [host.strip("[]")]  # Spark writes IPv6 addresses in brackets
 
 
-def read_start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
+def read_duration(option: Option, given: float | None) -> float:
     """Return the argument, else the environment's value, else the default."""
     if given is None:
-        return read_timeout(SPARK_START_TIMEOUT.suffix, SPARK_START_TIMEOUT.default, environ)
-    expect(is_duration(given), "start_timeout", given, "a number of seconds above 0")
+        return read_timeout(option.suffix, option.default)
+    expect(is_duration(given), option.argument, given, "a number of seconds above 0")
     return float(given)
 
 
@@ -296,7 +288,7 @@ def _use_barrier(conf: Any) -> bool:
     """Return whether to use barrier mode, which starts all tasks or none; not with dynamic allocation."""
     if not is_dynamic(conf):
         return True
-    if conf.get("spark.speculation", "false").lower() == "true":
+    if is_on(conf, "spark.speculation"):
         raise SparkError(
             "with dynamic allocation and spark.speculation, Spark would start some ranks twice: set"
             " spark.speculation to false"
@@ -306,8 +298,7 @@ def _use_barrier(conf: Any) -> bool:
 
 def is_dynamic(conf: Any) -> bool:
     """Return whether Spark starts and ends executors as its jobs need them."""
-    given: str = conf.get("spark.dynamicAllocation.enabled", "false")
-    return given.lower() == "true"
+    return is_on(conf, "spark.dynamicAllocation.enabled")
 
 
 @contextmanager

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from pyhvd.config import read_timeout
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.driver.agent_source import Checked, HostSlots
@@ -25,19 +23,17 @@ from pyhvd.job.messages import Facts
 from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.network.network_choice import Wanted
-from pyhvd.job.rank.call import check_size, check_text_files, expect, is_duration
+from pyhvd.job.rank.call import check_size, check_text_files, expect
 from pyhvd.job.spec import ELASTIC_TIMEOUT, ElasticSpec, JobSpec, argument_of
 from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.launchers.elastic import clear_store, make_store
-from pyhvd.spark.api import JOB_END_S, SparkCall, as_spark_errors
-from pyhvd.spark.decommission import DecommissionWatch, may_decommission
+from pyhvd.spark.api import SparkCall, as_spark_errors, read_duration
+from pyhvd.spark.decommission import DecommissionWatch
 from pyhvd.spark.elastic_task import DECOMMISSIONED, ElasticTask
 from pyhvd.spark.errors import SparkError, StartTimeoutError
-from pyhvd.spark.job import CollectJob
-from pyhvd.spark.task_body import pack
+from pyhvd.spark.job import END_S, CollectJob
+from pyhvd.spark.task_body import is_on, pack
 from pyhvd.transport.tcp.connection import Secret
-
-_log = logging.getLogger("pyhvd")
 
 # Between two looks at tasks that come when the job is over.
 _LOOK_S = 0.05
@@ -123,7 +119,7 @@ def _serve(
         spark = CollectJob(context, spec.elastic.max_size, task, barrier=False)
         try:
             watch = None
-            if may_decommission(conf):
+            if is_on(conf, "spark.decommission.enabled"):
                 watch = DecommissionWatch(lambda: context._jsc.sc().taskScheduler())
             starter = _TaskStarter(spec, limits.min_np, arrivals, spark, watch)
             membership = Membership(limits, time.monotonic())
@@ -161,17 +157,13 @@ def _limits(
             f"min_num_proc={least}, num_proc={size}, max_num_proc={most}: expected"
             " min_num_proc <= num_proc <= max_num_proc"
         )
-    waits = timeout is None or is_duration(timeout)
-    expect(waits, "elastic_timeout", timeout, "a number of seconds above 0")
     if reset_limit is not None:
         right = isinstance(reset_limit, int) and not isinstance(reset_limit, bool) and reset_limit >= 0
         expect(right, "reset_limit", reset_limit, "a number of restarts, 0 at least")
-    option = ELASTIC_TIMEOUT
-    seconds = read_timeout(option.suffix, option.default) if timeout is None else timeout
     # A task whose agent is ended does not come back.
     return ElasticLimits(
         *(least, most, size, reset_limit),
-        elastic_timeout=seconds,
+        elastic_timeout=read_duration(ELASTIC_TIMEOUT, timeout),
         leaves_out=False,
         start_timeout=start_timeout,
         name_of=argument_of,
@@ -183,15 +175,12 @@ def _end(spark: CollectJob, arrivals: Arrivals) -> None:
 
     Tasks that have waited for slots begin when others end; they must find the driver, or Spark shows errors.
     """
-    until = time.monotonic() + JOB_END_S / 3
+    until = time.monotonic() + END_S / 3
     arrivals.dismiss()
     while not spark.join(_LOOK_S) and time.monotonic() < until:
         arrivals.dismiss()
     arrivals.close()
-    if not spark.done:
-        spark.cancel()
-        if not spark.join(JOB_END_S):
-            _log.warning("Spark has not ended job group %s within %g s", spark.group, JOB_END_S)
+    spark.end()
     spark.close()
 
 

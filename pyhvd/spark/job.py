@@ -42,6 +42,8 @@ _log = logging.getLogger("pyhvd")
 _numbers = itertools.count()
 # After the Spark job has failed, its ranks have this long to report the cause.
 _LAST_REPORTS_S = 1.0
+END_S = 15.0
+"""Spark has this long to end a job."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class TaskTexts:
         return error
 
 
+@dataclass(eq=False)
 class TaskSource:
     """Waits for tasks of Spark, which connect by themselves; an :class:`AgentSource`.
 
@@ -110,23 +113,19 @@ class TaskSource:
 
     gone = "its Spark task is gone (Python worker, executor or host)"
 
-    def __init__(
-        self,
-        size: int,
-        secret: Secret,
-        addresses: Sequence[str],
-        rendezvous: Rendezvous,
-        agents: int | None = None,
-    ) -> None:
-        self.size = size
-        self.pool = AgentPool([""] * (agents or size), starts=False)
-        self.secret = secret
-        self.addresses = addresses
-        self._rendezvous = rendezvous
+    size: int
+    secret: Secret
+    addresses: Sequence[str]
+    rendezvous: Rendezvous
+    agents: int | None = None
+
+    def __post_init__(self) -> None:
+        """Expect the agents."""
+        self.pool = AgentPool([""] * (self.agents or self.size), starts=False)
 
     def find_rendezvous(self) -> Rendezvous:
         """See :meth:`AgentSource.find_rendezvous`."""
-        return self._rendezvous
+        return self.rendezvous
 
     def name_of(self, peer: Peer) -> str:  # noqa: ARG002
         """See :meth:`AgentSource.name_of`."""
@@ -213,8 +212,8 @@ class CollectJob:
             raise SparkError(f"Spark ended the job: {reason_of(self._error)}") from self._error
         return self._results
 
-    def cancel(self) -> None:
-        """Make Spark end the job; it kills Python workers that do not end by themselves.
+    def end(self) -> None:
+        """Make Spark end the job, and wait; it kills Python workers that do not end by themselves.
 
         Raise nothing: there is an error already, perhaps of Spark itself.
         """
@@ -224,6 +223,8 @@ class CollectJob:
             self._cancel()
         except Exception as exc:
             _log.warning("Spark could not be told to end job group %s: %s", self.group, exc)
+        if not self.join(END_S):
+            _log.warning("Spark has not ended job group %s within %g s", self.group, END_S)
 
     def join(self, timeout: float) -> bool:
         """Wait until the job is over; return whether it is."""

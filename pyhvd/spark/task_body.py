@@ -51,12 +51,18 @@ def pack(
         registry.clear()
         for each in before:
             registry.add(each)
-    if found and context.getConf().get("spark.io.encryption.enabled", "false").lower() == "true":
+    if found and is_on(context.getConf(), "spark.io.encryption.enabled"):
         raise SparkError(
             "the function uses a broadcast variable, whose file Spark encrypts (spark.io.encryption.enabled),"
             " and ranks cannot read it: pass the value in args"
         )
     return code, found
+
+
+def is_on(conf: Any, name: str) -> bool:
+    """Return whether a setting of Spark that is off by default is on."""
+    given: str = conf.get(name, "false")
+    return given.lower() == "true"
 
 
 def describe_task(broadcasts: Mapping[int, Any]) -> tuple[Any, dict[str, str]]:
