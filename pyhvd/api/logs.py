@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from typing import TextIO
 
 from pyhvd.config import Config
 from pyhvd.engine.context import current_holder
@@ -54,17 +55,16 @@ class _OwnRecords(RankFilter):
         return not news or record.__dict__["pyhvd_rank"] in ("-", 0)
 
 
-class _LastResort(logging.Handler):
-    """Writes to stderr while no other handler takes the records."""
+class _LastResort(logging.StreamHandler[TextIO]):
+    """Writes to stderr, as it is then, while no other handler takes the records.
+
+    Each record is one write, so that lines of several ranks stay whole.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _is_handled_elsewhere():
-            return
-        try:
-            sys.stderr.write(self.format(record) + "\n")  # one write: lines of several ranks stay whole
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
+        if not _is_handled_elsewhere():
+            self.stream = sys.stderr
+            super().emit(record)
 
 
 _own_records = _OwnRecords()

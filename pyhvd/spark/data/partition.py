@@ -17,7 +17,7 @@ from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.data.shard import BatchPlan, Shard
-from pyhvd.spark.errors import DataError, missing_columns
+from pyhvd.spark.errors import DataError, require_columns
 from pyhvd.spark.task_body import TaskBody
 
 if TYPE_CHECKING:
@@ -95,10 +95,10 @@ class SpilledPieces:
     def load(self, number: int) -> Batch:
         """Return a record batch as arrays."""
         table = needed("pyarrow").Table.from_batches([self._batches[number]])
-        missing = [name for name in self._names or [] if name not in table.column_names]
-        if missing:
-            raise missing_columns(missing, table.column_names)
-        return to_batch(table if self._names is None else table.select(list(self._names)))
+        if self._names is None:
+            return to_batch(table)
+        require_columns(self._names, table.column_names)
+        return to_batch(table.select(list(self._names)))
 
 
 def partition(
