@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shlex
 import warnings
@@ -104,16 +105,12 @@ def run(
         A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; bad argument.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo=use_gloo, use_mpi=use_mpi)
-    out = Output(*check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp, quiet=not verbose)
-    if df is not None:
-        check_frame(df)
     call = SparkCall((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, verbose)
-    size = call.find_size()
-    return _run(call, size, out, None if df is None else deal(df, size), extra)
+    return _run(call, df, extra, check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp)
 
 
 class SparkCall:
-    """The arguments that `run` and `run_elastic` share, checked, and Spark's context.
+    """The arguments that `run` and `run_elastic` share, checked.
 
     Attributes
     ----------
@@ -145,8 +142,16 @@ class SparkCall:
         self.start_timeout = read_duration(SPARK_START_TIMEOUT, start_timeout)
         self.ends_late = start_timeout is not None
         self._size = None if num_proc is None else check_size(num_proc)
-        self.context = active_context()
-        self.conf = self.context.getConf()
+
+    @functools.cached_property
+    def context(self) -> Any:
+        """Spark's context."""
+        return active_context()
+
+    @property
+    def conf(self) -> Any:
+        """Spark's settings."""
+        return self.context.getConf()
 
     def find_size(self) -> int:
         """Return the given number of ranks, or wait for executors, and return that of their slots."""
@@ -164,8 +169,17 @@ class SparkCall:
 
 
 def _run(
-    call: SparkCall, size: int, output: Output, rows: Selection | None, extra: list[str] | None
+    call: SparkCall,
+    df: DataFrame | None,
+    extra: list[str] | None,
+    files: tuple[TextIO | None, TextIO | None],
+    *,
+    timestamp: bool,
 ) -> list[Any]:
+    if df is not None:
+        check_frame(df)
+    size = call.find_size()
+    rows = None if df is None else deal(df, size)
     code, broadcasts = pack(call.context, call.function, dump_functions)
     spec = JobSpec(
         code,
@@ -177,7 +191,7 @@ def _run(
     bound, announced = call.driver_hosts()
     secret = Secret()
     rendezvous = PmiRendezvous() if extra is None else _mpiexec(extra, call.executable)
-    with as_spark_errors(), output:
+    with as_spark_errors(), Output(*files, timestamp=timestamp, quiet=not call.verbose) as output:
         source = TaskSource(size, secret, bound, rendezvous)
         console = Console(log_warning, log_warning)
         driver = GenerationDriver(spec, source, TaskTexts(size, call.start_timeout), output, console)

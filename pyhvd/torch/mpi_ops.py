@@ -95,7 +95,7 @@ def _of_gradient(name: str | None, what: str = "grad") -> str | None:
     return None if name is None else f"{name}.{what}"
 
 
-class _Terms(NamedTuple):
+class _RecordedCall(NamedTuple):
     """The terms of a recorded call, of one tensor or of a group, for its backward pass too."""
 
     name: str | None
@@ -119,7 +119,7 @@ class _Terms(NamedTuple):
 
 def _record(
     function: Callable[..., Sequence[Any]],
-    terms: _Terms,
+    terms: _RecordedCall,
     tensors: Sequence[Any],
     compression: type[Compressor] = Compression.none,
 ) -> list[Any]:
@@ -152,7 +152,7 @@ def allreduce(
             tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set
         )
     chosen = resolve_op(op, average=average)
-    terms = _Terms(name, process_set, chosen, prescale_factor, postscale_factor)
+    terms = _RecordedCall(name, process_set, chosen, prescale_factor, postscale_factor)
     return _record(_allreduce_recorded, terms, [tensor], compression)[0]
 
 
@@ -172,11 +172,11 @@ def grouped_allreduce(
             tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set
         )
     chosen = resolve_op(op, average=average)
-    terms = _Terms(name, process_set, chosen, prescale_factor, postscale_factor, grouped=True)
+    terms = _RecordedCall(name, process_set, chosen, prescale_factor, postscale_factor, grouped=True)
     return _record(_allreduce_recorded, terms, tensors, compression)
 
 
-def _allreduce_recorded(terms: _Terms, *tensors: Any) -> Sequence[Any]:
+def _allreduce_recorded(terms: _RecordedCall, *tensors: Any) -> Sequence[Any]:
     """Reduce so that autograd records it; factors of an op that is not linear are calls of their own."""
     if terms.op in _LINEAR:
         return HorovodAllreduce.apply(terms, *tensors)  # type: ignore[no-any-return]
@@ -193,7 +193,7 @@ class HorovodAllreduce(torch.autograd.Function):
     """An allreduce of one tensor or of a group, as autograd records it."""
 
     @staticmethod
-    def forward(ctx: Any, terms: _Terms, *tensors: Any) -> Any:
+    def forward(ctx: Any, terms: _RecordedCall, *tensors: Any) -> Any:
         ctx.terms = terms
         arguments = terms.reduction(terms.name)
         outputs = terms.call(_core.allreduce, _core.grouped_allreduce, tensors, **arguments)
@@ -203,7 +203,7 @@ class HorovodAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        terms: _Terms = ctx.terms
+        terms: _RecordedCall = ctx.terms
         if terms.op in _LINEAR:
             arguments = terms.reduction(_of_gradient(terms.name))
             results = terms.call(allreduce, grouped_allreduce, gradients, **arguments)
@@ -217,7 +217,7 @@ HorovodGroupedAllreduce = HorovodAllreduce  # a name of Horovod's
 
 
 def _gradients(
-    terms: _Terms, gradients: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
+    terms: _RecordedCall, gradients: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
 ) -> list[Any]:
     """Return the gradients of a reduction that is not linear."""
     if terms.op is Adasum:
@@ -254,7 +254,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
     """
     if not _is_recorded(tensor):
         return _core.allgather(tensor, name, process_set)
-    return _record(HorovodAllgather.apply, _Terms(name, process_set), [tensor])[0]
+    return _record(HorovodAllgather.apply, _RecordedCall(name, process_set), [tensor])[0]
 
 
 def grouped_allgather(
@@ -263,14 +263,14 @@ def grouped_allgather(
     """Gather several tensors as one unit; see :func:`allgather`."""
     if not _is_recorded_group(tensors):
         return _core.grouped_allgather(tensors, name, process_set)
-    return _record(HorovodAllgather.apply, _Terms(name, process_set, grouped=True), tensors)
+    return _record(HorovodAllgather.apply, _RecordedCall(name, process_set, grouped=True), tensors)
 
 
 class HorovodAllgather(torch.autograd.Function):
     """An allgather of one tensor or of a group, as autograd records it."""
 
     @staticmethod
-    def forward(ctx: Any, terms: _Terms, *tensors: Any) -> Any:
+    def forward(ctx: Any, terms: _RecordedCall, *tensors: Any) -> Any:
         given, grouped = (tensors if terms.grouped else tensors[0]), terms.grouped
         handle = _core.submit_allgather(given, terms.name, terms.process_set, grouped=grouped, with_rows=True)
         pairs = handle.result() if grouped else [handle.result()]
@@ -410,7 +410,7 @@ def reducescatter(
         return _core.reducescatter(
             tensor, name, compression, op, process_set, prescale_factor, postscale_factor
         )
-    terms = _Terms(name, process_set, op, prescale_factor, postscale_factor)
+    terms = _RecordedCall(name, process_set, op, prescale_factor, postscale_factor)
     return _record(HorovodReducescatter.apply, terms, [tensor], compression)[0]
 
 
@@ -428,7 +428,7 @@ def grouped_reducescatter(
         return _core.grouped_reducescatter(
             tensors, name, compression, op, process_set, prescale_factor, postscale_factor
         )
-    terms = _Terms(name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    terms = _RecordedCall(name, process_set, op, prescale_factor, postscale_factor, grouped=True)
     return _record(HorovodReducescatter.apply, terms, tensors, compression)
 
 
@@ -436,7 +436,7 @@ class HorovodReducescatter(torch.autograd.Function):
     """A reducescatter of one tensor or of a group, as autograd records it."""
 
     @staticmethod
-    def forward(ctx: Any, terms: _Terms, *tensors: Any) -> Any:
+    def forward(ctx: Any, terms: _RecordedCall, *tensors: Any) -> Any:
         size = terms.process_set.size()
         assert size is not None
         ctx.terms = terms, terms.prescale * terms.postscale * (size if terms.op is Sum else 1)
