@@ -15,14 +15,6 @@ from typing import TextIO
 from pyhvd.config import Config
 from pyhvd.engine.context import current_holder
 
-_LEVELS = {
-    "trace": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "fatal": logging.CRITICAL,
-}
 _LOGGER = logging.getLogger("pyhvd")
 _DEFAULT = Config().log_level
 _lock = threading.Lock()
@@ -83,7 +75,7 @@ def set_up(config: Config) -> None:
     """
     global _level_set
     with _lock:
-        level = _LEVELS[config.log_level]
+        level = (logging.getLevelNamesMapping() | {"TRACE": logging.DEBUG})[config.log_level.upper()]
         if _LOGGER.level in (logging.NOTSET, _level_set) or config.log_level != _DEFAULT:
             _LOGGER.setLevel(level)
             _level_set = level

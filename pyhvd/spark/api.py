@@ -8,6 +8,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pyhvd.config import read_timeout
@@ -109,6 +110,7 @@ def run(
     return _run(call, df, extra, check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp)
 
 
+@dataclass
 class SparkCall:
     """The arguments that `run` and `run_elastic` share, checked.
 
@@ -118,30 +120,27 @@ class SparkCall:
         The function, its args and its kwargs.
     variables : dict of str to str
         Those of the ranks.
-    start_timeout : float
-        In seconds, of the user or by default.
-    ends_late : bool
-        Whether the user has given that time.
+    time_limit : float
+        How long tasks may take to start, in seconds, by the user or by default.
     """
 
-    def __init__(
-        self,
-        function: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
-        num_proc: int | None,
-        start_timeout: float | None,
-        env: Mapping[str, str] | None,
-        nics: Iterable[str] | None,
-        executable: str | None,
-        verbose: int,
-    ) -> None:
-        check_call(function, env, executable)
-        expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
-        self.function, self.executable, self.verbose = function, executable, verbose
-        self._nics = interface_names(nics)
-        self.variables = rank_variables(env, self._nics)
-        self.start_timeout = read_duration(SPARK_START_TIMEOUT, start_timeout)
-        self.ends_late = start_timeout is not None
-        self._size = None if num_proc is None else check_size(num_proc)
+    function: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+    num_proc: int | None
+    start_timeout: float | None
+    env: Mapping[str, str] | None
+    nics: Iterable[str] | None
+    executable: str | None
+    verbose: int
+
+    def __post_init__(self) -> None:
+        """Check the arguments; raise ValueError for a wrong one."""
+        check_call(self.function, self.env, self.executable)
+        expect(isinstance(self.verbose, int), "verbose", self.verbose, "0, 1 or 2")
+        self._interfaces = interface_names(self.nics)
+        self.variables = rank_variables(self.env, self._interfaces)
+        self.time_limit = read_duration(SPARK_START_TIMEOUT, self.start_timeout)
+        if self.num_proc is not None:
+            check_size(self.num_proc)
 
     @functools.cached_property
     def context(self) -> Any:
@@ -155,16 +154,16 @@ class SparkCall:
 
     def find_size(self) -> int:
         """Return the given number of ranks, or wait for executors, and return that of their slots."""
-        if self._size is not None:
-            return self._size
+        if self.num_proc is not None:
+            return self.num_proc
         return wait_for_slots(
-            lambda: count_slots(self.context), self.start_timeout, dynamic=is_dynamic(self.conf)
+            lambda: count_slots(self.context), self.time_limit, dynamic=is_dynamic(self.conf)
         )
 
     def driver_hosts(self) -> tuple[list[str], list[str]]:
         """Return where the driver listens, and the names by which the tasks know it."""
-        if self._nics is not None:
-            return (interface_addresses(self._nics),) * 2
+        if self._interfaces is not None:
+            return (interface_addresses(self._interfaces),) * 2
         return driver_hosts(self.conf)
 
 
@@ -185,8 +184,8 @@ def _run(
         code,
         env=call.variables,
         executable=call.executable,
-        start_timeout=call.start_timeout,
-        ends_late=call.ends_late,
+        start_timeout=call.time_limit,
+        ends_late=call.start_timeout is not None,
     )
     bound, announced = call.driver_hosts()
     secret = Secret()
@@ -194,7 +193,7 @@ def _run(
     with as_spark_errors(), Output(*files, timestamp=timestamp, quiet=not call.verbose) as output:
         source = TaskSource(size, secret, bound, rendezvous)
         console = Console(log_warning, log_warning)
-        driver = GenerationDriver(spec, source, TaskTexts(size, call.start_timeout), output, console)
+        driver = GenerationDriver(spec, source, TaskTexts(size, call.time_limit), output, console)
         addresses = list(zip(announced, driver.connections.ports, strict=True))
         try:
             results = _drive(call.context, driver, size, TaskBody(addresses, secret, broadcasts), rows)

@@ -88,13 +88,13 @@ def run_elastic(
     out = Output(*check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp, quiet=not verbose)
     call = SparkCall((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, verbose)
     size = call.find_size()
-    limits = _limits(size, least, most, reset_limit, elastic_timeout, call.start_timeout)
+    limits = _limits(size, least, most, reset_limit, elastic_timeout, call.time_limit)
     own = [(name.encode(), value.encode()) for name, value in call.variables.items()]
     code, broadcasts = pack(call.context, call.function, lambda known: dump_call(known, _HERE, own, []))
     task = functools.partial(ElasticTask, executable=executable, broadcasts=broadcasts)
     with as_spark_errors():
         elastic = ElasticSpec(limits.max_np or size, store=make_store(store or "", 1, of_stores(own)))
-        times = call.start_timeout, call.ends_late
+        times = call.time_limit, call.start_timeout is not None
         spec = JobSpec(*(code, True, {}, None, *times), elastic=elastic, name_of=argument_of)
         return _serve(call, spec, limits, task, out)
 
