@@ -33,7 +33,7 @@ from pyhvd.job.rank.call import (
 from pyhvd.job.rank.pickles import dump_functions
 from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec, Option
 from pyhvd.spark.data.partition import deal
-from pyhvd.spark.data.schema import Selection, check_frame
+from pyhvd.spark.data.schema import check_frame
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.job import CollectJob, TaskSource, TaskTexts, serve_tasks
 from pyhvd.spark.slots import count_slots, wait_for_slots
@@ -196,7 +196,10 @@ def _run(
         driver = GenerationDriver(spec, source, TaskTexts(size, call.time_limit), output, console)
         addresses = list(zip(announced, driver.connections.ports, strict=True))
         try:
-            results = _drive(call.context, driver, size, TaskBody(addresses, secret, broadcasts), rows)
+            body = TaskBody(addresses, secret, broadcasts)
+            results = _drive(
+                driver, CollectJob(call.context, size, body, rows, barrier=_use_barrier(call.conf))
+            )
         finally:
             driver.close()
             for each in driver.placements if call.verbose >= 2 else ():
@@ -204,14 +207,7 @@ def _run(
         return [load_result(rank, bytearray(result)) for rank, result in enumerate(results)]
 
 
-def _drive(
-    context: Any,
-    driver: GenerationDriver,
-    size: int,
-    body: TaskBody,
-    rows: Selection | None,
-) -> list[bytes]:
-    job = CollectJob(context, size, body, rows, barrier=_use_barrier(context.getConf()))
+def _drive(driver: GenerationDriver, job: CollectJob) -> list[bytes]:
     try:
         return serve_tasks(driver, job)
     except BaseException as exc:  # Ctrl-C too

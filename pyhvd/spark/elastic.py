@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,19 +90,18 @@ def run_elastic(
     limits = _limits(size, least, most, reset_limit, elastic_timeout, call.time_limit)
     own = [(name.encode(), value.encode()) for name, value in call.variables.items()]
     code, broadcasts = pack(call.context, call.function, lambda known: dump_call(known, _HERE, own, []))
-    task = functools.partial(ElasticTask, executable=executable, broadcasts=broadcasts)
     with as_spark_errors():
         elastic = ElasticSpec(limits.max_np or size, store=make_store(store or "", 1, of_stores(own)))
         times = call.time_limit, call.start_timeout is not None
         spec = JobSpec(*(code, True, {}, None, *times), elastic=elastic, name_of=argument_of)
-        return _serve(call, spec, limits, task, out)
+        return _serve(call, spec, limits, broadcasts, out)
 
 
 def _serve(
     call: SparkCall,
     spec: JobSpec,
     limits: ElasticLimits,
-    make_task: Callable[..., ElasticTask],
+    broadcasts: Mapping[int, Any],
     shown: Output,
 ) -> list[Any]:
     """Start the tasks, and serve the job to its end; return the results."""
@@ -113,9 +111,8 @@ def _serve(
     secret = Secret()
     with shown as output, contextlib.closing(Arrivals(secret, bound)) as arrivals:
         addresses = list(zip(announced, arrivals.ports, strict=True))
-        task = make_task(
-            addresses, secret, most_failures=int(conf.get("spark.task.maxFailures", _MOST_FAILURES))
-        )
+        most_failures = int(conf.get("spark.task.maxFailures", _MOST_FAILURES))
+        task = ElasticTask(addresses, secret, call.executable, most_failures, broadcasts)
         spark = CollectJob(context, spec.elastic.max_size, task, barrier=False)
         try:
             watch = None
