@@ -167,9 +167,7 @@ def poll(handle: Handle) -> bool:
     ValueError
         ``handle`` was not returned by an ``*_async`` function.
     """
-    if isinstance(handle, Handle):
-        return handle.done()
-    raise _no_handle(handle)
+    return _checked(handle).done()
 
 
 def synchronize(handle: Handle) -> Any:
@@ -184,10 +182,10 @@ def synchronize(handle: Handle) -> Any:
     HorovodInternalError
         The collective failed.
     """
-    if isinstance(handle, Handle):
-        return handle.result()
-    raise _no_handle(handle)
+    return _checked(handle).result()
 
 
-def _no_handle(found: object) -> ValueError:
-    return ValueError(f"expected a handle from one of pyhvd's *_async functions, not {found!r}")
+def _checked(handle: Handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ValueError(f"expected a handle from one of pyhvd's *_async functions, not {handle!r}")
+    return handle

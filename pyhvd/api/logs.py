@@ -10,18 +10,11 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from typing import TextIO
 
 from pyhvd.config import Config
 from pyhvd.engine.context import current_holder
 
-_LEVELS = {
-    "trace": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "fatal": logging.CRITICAL,
-}
 _LOGGER = logging.getLogger("pyhvd")
 _DEFAULT = Config().log_level
 _lock = threading.Lock()
@@ -54,17 +47,16 @@ class _OwnRecords(RankFilter):
         return not news or record.__dict__["pyhvd_rank"] in ("-", 0)
 
 
-class _LastResort(logging.Handler):
-    """Writes to stderr while no other handler takes the records."""
+class _LastResort(logging.StreamHandler[TextIO]):
+    """Writes to stderr, as it is then, while no other handler takes the records.
+
+    Each record is one write, so that lines of several ranks stay whole.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _is_handled_elsewhere():
-            return
-        try:
-            sys.stderr.write(self.format(record) + "\n")  # one write: lines of several ranks stay whole
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
+        if not _is_handled_elsewhere():
+            self.stream = sys.stderr
+            super().emit(record)
 
 
 _own_records = _OwnRecords()
@@ -83,7 +75,7 @@ def set_up(config: Config) -> None:
     """
     global _level_set
     with _lock:
-        level = _LEVELS[config.log_level]
+        level = (logging.getLevelNamesMapping() | {"TRACE": logging.DEBUG})[config.log_level.upper()]
         if _LOGGER.level in (logging.NOTSET, _level_set) or config.log_level != _DEFAULT:
             _LOGGER.setLevel(level)
             _level_set = level

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -13,6 +14,8 @@ from pyhvd.api.collectives import allgather, broadcast, broadcast_
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.engine import context
 from pyhvd.negotiation.messages import UNNAMED, RequestType
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def broadcast_object(
@@ -37,17 +40,23 @@ def broadcast_object(
         The ranks that take part.
     """
     name = _name(name, process_set, RequestType.BROADCAST)
+    data = broadcast_bytes(lambda: _pickled(obj), root_rank, name, process_set)
+    return obj if context.current().topology.rank == root_rank else _unpickled(data.data)
+
+
+def broadcast_bytes(make: Callable[[], Bytes], root_rank: int, name: str, process_set: ProcessSet) -> Bytes:
+    """Return on every rank the bytes that ``make`` returns on the root; only the root calls it."""
     here = context.current().topology.rank == root_rank
     data = np.empty(0, np.uint8)
     if here:
         with refusing(RequestType.BROADCAST, _part(name, "sz"), process_set):
-            data = _pickled(obj)
+            data = make()
     size = broadcast(np.array(data.nbytes, np.int64), root_rank, _part(name, "sz"), process_set)
     if not here:
         with refusing(RequestType.BROADCAST, _part(name, "t"), process_set):
             data = np.empty(int(size), np.uint8)
     broadcast_(data, root_rank, _part(name, "t"), process_set)
-    return obj if here else _unpickled(data.data)
+    return data
 
 
 def allgather_object(
@@ -91,7 +100,7 @@ def _part(name: str, part: str) -> str:
     return type(name)(f"{name}.{part}")
 
 
-def _pickled(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _pickled(obj: Any) -> Bytes:
     return np.frombuffer(bytearray(cloudpickle.dumps(obj)), np.uint8)
 
 

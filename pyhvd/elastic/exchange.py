@@ -9,17 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pyhvd.api.call import refusing
-from pyhvd.api.collectives import (
-    Max,
-    Sum,
-    allgather,
-    allreduce_async,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_,
-)
-from pyhvd.api.objects import allgather_object, broadcast_object
+from pyhvd.api.collectives import Max, Sum, allgather, allreduce_async, alltoall, barrier
+from pyhvd.api.objects import Bytes, allgather_object, broadcast_bytes, broadcast_object
 from pyhvd.api.process_sets import global_process_set
 from pyhvd.api.topology import rank, size
 from pyhvd.common.text import describe_values
@@ -108,19 +99,14 @@ def wait_until_stored(session: RankSession) -> str:
 
 def bring_from_rank_0(make: Callable[[], tuple[list[Any], bytes]]) -> Any:
     """Return what `make` returns on rank 0, on every rank; see :func:`~pyhvd.job.commits.vault.pack`."""
-    data = np.empty(0, np.uint8)
-    size_name, data_name = f"{NAME}sync size", f"{NAME}sync"
-    if rank() == 0:
-        with refusing(RequestType.BROADCAST, size_name, global_process_set):
-            arrays, rest = make()
-            data = np.empty(packed_size(arrays, rest), np.uint8)
-            pack(arrays, rest, data)
-    length = int(broadcast(np.array(data.nbytes, np.int64), 0, size_name))
-    if rank() != 0:
-        with refusing(RequestType.BROADCAST, data_name, global_process_set):
-            data = np.empty(length, np.uint8)
-    broadcast_(data, 0, data_name)
-    return data
+
+    def packed() -> Bytes:
+        arrays, rest = make()
+        data = np.empty(packed_size(arrays, rest), np.uint8)
+        pack(arrays, rest, data)
+        return data
+
+    return broadcast_bytes(packed, 0, f"{NAME}sync", global_process_set)
 
 
 def divide_writing(session: RankSession) -> None:

@@ -55,14 +55,6 @@ class ByStateDict(Handler):
         value.load_state_dict(dumped)
         return value
 
-    @staticmethod
-    def takes(value: Any) -> bool:
-        """Return whether an object has both methods."""
-        kind = type(value)
-        return callable(getattr(kind, "state_dict", None)) and callable(
-            getattr(kind, "load_state_dict", None)
-        )
-
 
 def register(kind: type, handler: Handler) -> None:
     """Let objects of a class, and of those that derive from it, have their own handler."""
@@ -74,7 +66,8 @@ def choose(value: Any) -> Handler:
     for kind, handler in _OF_KINDS.items():
         if isinstance(value, kind):
             return handler
-    return _BY_STATE_DICT if ByStateDict.takes(value) else _BY_VALUE
+    methods = (getattr(type(value), name, None) for name in ("state_dict", "load_state_dict"))
+    return _BY_STATE_DICT if all(map(callable, methods)) else _BY_VALUE
 
 
 _OF_KINDS: dict[type, Handler] = {}

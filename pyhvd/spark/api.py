@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pyhvd.config import read_timeout
 from pyhvd.job import errors as job_errors
-from pyhvd.job.driver.console import Console
+from pyhvd.job.driver.console import Console, log_warning
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.output import Output
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
@@ -30,13 +31,13 @@ from pyhvd.job.rank.call import (
     rank_variables,
 )
 from pyhvd.job.rank.pickles import dump_functions
-from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec
+from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec, Option
 from pyhvd.spark.data.partition import deal
-from pyhvd.spark.data.schema import Selection, check_frame
+from pyhvd.spark.data.schema import check_frame
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.job import CollectJob, TaskSource, serve_tasks
 from pyhvd.spark.slots import count_slots, wait_for_slots
-from pyhvd.spark.task_body import TaskBody, pack
+from pyhvd.spark.task_body import TaskBody, is_on, pack
 from pyhvd.transport.tcp.connection import Secret
 
 if TYPE_CHECKING:
@@ -46,10 +47,6 @@ _log = logging.getLogger("pyhvd")
 
 # Tasks have this long to kill their ranks and end; then Spark kills the Python workers.
 _STOP_S = 3.0
-
-
-_RankOptions = tuple[float | None, Mapping[str, str] | None, Iterable[str] | None, str | None]
-"""What the user says of the ranks: start timeout, variables, network interfaces, and Python."""
 
 
 def run(
@@ -109,65 +106,108 @@ def run(
         A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; bad argument.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo=use_gloo, use_mpi=use_mpi)
-    out = Output(*check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp, quiet=not verbose)
-    return _run((fn, args, kwargs), (start_timeout, env, nics, executable), num_proc, out, verbose, df, extra)
+    call = SparkCall((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, verbose)
+    return _run(call, df, extra, check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp)
+
+
+@dataclass
+class SparkCall:
+    """The arguments that `run` and `run_elastic` share, checked.
+
+    Attributes
+    ----------
+    function : tuple
+        The function, its args and its kwargs.
+    variables : dict of str to str
+        Those of the ranks.
+    time_limit : float
+        How long tasks may take to start, in seconds, by the user or by default.
+    """
+
+    function: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+    num_proc: int | None
+    start_timeout: float | None
+    env: Mapping[str, str] | None
+    nics: Iterable[str] | None
+    executable: str | None
+    verbose: int
+
+    def __post_init__(self) -> None:
+        """Check the arguments; raise ValueError for a wrong one."""
+        check_call(self.function, self.env, self.executable)
+        expect(isinstance(self.verbose, int), "verbose", self.verbose, "0, 1 or 2")
+        self._interfaces = interface_names(self.nics)
+        self.variables = rank_variables(self.env, self._interfaces)
+        self.time_limit = read_duration(SPARK_START_TIMEOUT, self.start_timeout)
+        if self.num_proc is not None:
+            check_size(self.num_proc)
+
+    @functools.cached_property
+    def context(self) -> Any:
+        """Spark's context."""
+        return active_context()
+
+    @property
+    def conf(self) -> Any:
+        """Spark's settings."""
+        return self.context.getConf()
+
+    def find_size(self) -> int:
+        """Return the given number of ranks, or wait for executors, and return that of their slots."""
+        if self.num_proc is not None:
+            return self.num_proc
+        return wait_for_slots(
+            lambda: count_slots(self.context), self.time_limit, dynamic=is_dynamic(self.conf)
+        )
+
+    def driver_hosts(self) -> tuple[list[str], list[str]]:
+        """Return where the driver listens, and the names by which the tasks know it."""
+        if self._interfaces is not None:
+            return (interface_addresses(self._interfaces),) * 2
+        return driver_hosts(self.conf)
 
 
 def _run(
-    call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
-    ranks: _RankOptions,
-    num_proc: int | None,
-    output: Output,
-    verbose: int,
+    call: SparkCall,
     df: DataFrame | None,
     extra: list[str] | None,
+    files: tuple[TextIO | None, TextIO | None],
+    *,
+    timestamp: bool,
 ) -> list[Any]:
-    start_timeout, env, nics, executable = ranks
-    check_call(call, env, executable)
-    expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
     if df is not None:
         check_frame(df)
-    chosen = interface_names(nics)
-    timeout = read_start_timeout(start_timeout, os.environ)
-    size = None if num_proc is None else check_size(num_proc)
-    context = active_context()
-    conf = context.getConf()
-    if size is None:
-        size = wait_for_slots(lambda: count_slots(context), timeout, dynamic=is_dynamic(conf))
-    dealt = None if df is None else deal(df, size)
-    code, broadcasts = pack(context, call, dump_functions)
+    size = call.find_size()
+    rows = None if df is None else deal(df, size)
+    code, broadcasts = pack(call.context, call.function, dump_functions)
     spec = JobSpec(
         code,
-        env=rank_variables(env, chosen),
-        executable=executable,
-        start_timeout=timeout,
-        ends_late=start_timeout is not None,
+        env=call.variables,
+        executable=call.executable,
+        start_timeout=call.time_limit,
+        ends_late=call.start_timeout is not None,
     )
-    bound, announced = driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
+    bound, announced = call.driver_hosts()
     secret = Secret()
-    rendezvous = PmiRendezvous() if extra is None else _mpiexec(extra, executable)
-    with as_spark_errors(), output:
-        source = TaskSource(size, secret, bound, rendezvous, timeout)
-        console = Console(_warn, _warn)
+    rendezvous = PmiRendezvous() if extra is None else _mpiexec(extra, call.executable)
+    with as_spark_errors(), Output(*files, timestamp=timestamp, quiet=not call.verbose) as output:
+        source = TaskSource(size, secret, bound, rendezvous, call.time_limit)
+        console = Console(log_warning, log_warning)
         driver = GenerationDriver(spec, source, output, console)
         addresses = list(zip(announced, driver.connections.ports, strict=True))
         try:
-            results = _drive(context, driver, size, TaskBody(addresses, secret, broadcasts), dealt)
+            body = TaskBody(addresses, secret, broadcasts)
+            results = _drive(
+                driver, CollectJob(call.context, size, body, rows, barrier=_use_barrier(call.conf))
+            )
         finally:
             driver.close()
-            for each in driver.placements if verbose >= 2 else ():
+            for each in driver.placements if call.verbose >= 2 else ():
                 _log.warning("rank %d was Spark task %d on %s", each.rank, each.index, each.host)
         return [load_result(rank, bytearray(result)) for rank, result in enumerate(results)]
 
 
-def _drive(
-    context: Any,
-    driver: GenerationDriver,
-    size: int,
-    body: TaskBody,
-    rows: Selection | None,
-) -> list[bytes]:
-    job = CollectJob(context, size, body, rows, barrier=_use_barrier(context.getConf()))
+def _drive(driver: GenerationDriver, job: CollectJob) -> list[bytes]:
     try:
         return serve_tasks(driver, job)
     except BaseException as exc:  # Ctrl-C too
@@ -179,10 +219,6 @@ def _drive(
         raise
     finally:
         job.close()
-
-
-def _warn(text: str) -> None:
-    _log.warning("%s", text)
 
 
 def _say_without_effect(what: str, why: str) -> None:
@@ -249,11 +285,11 @@ def driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
     return [bind.strip("[]")], [host.strip("[]")]  # Spark writes IPv6 addresses in brackets
 
 
-def read_start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
+def read_duration(option: Option, given: float | None) -> float:
     """Return the argument, else the environment's value, else the default."""
     if given is None:
-        return read_timeout(SPARK_START_TIMEOUT.suffix, SPARK_START_TIMEOUT.default, environ)
-    expect(is_duration(given), "start_timeout", given, "a number of seconds above 0")
+        return read_timeout(option.suffix, option.default)
+    expect(is_duration(given), option.argument, given, "a number of seconds above 0")
     return float(given)
 
 
@@ -261,7 +297,7 @@ def _use_barrier(conf: Any) -> bool:
     """Return whether to use barrier mode, which starts all tasks or none; not with dynamic allocation."""
     if not is_dynamic(conf):
         return True
-    if conf.get("spark.speculation", "false").lower() == "true":
+    if is_on(conf, "spark.speculation"):
         raise SparkError(
             "with dynamic allocation and spark.speculation, Spark would start some ranks twice: set"
             " spark.speculation to false"
@@ -271,8 +307,7 @@ def _use_barrier(conf: Any) -> bool:
 
 def is_dynamic(conf: Any) -> bool:
     """Return whether Spark starts and ends executors as its jobs need them."""
-    given: str = conf.get("spark.dynamicAllocation.enabled", "false")
-    return given.lower() == "true"
+    return is_on(conf, "spark.dynamicAllocation.enabled")
 
 
 @contextmanager

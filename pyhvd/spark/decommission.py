@@ -18,12 +18,6 @@ _INTERVAL_S = 1.0
 _JOIN_S = 2.0
 
 
-def may_decommission(conf: Any) -> bool:
-    """Return whether Spark decommissions executors, by its settings."""
-    given: str = conf.get("spark.decommission.enabled", "false")
-    return given.lower() == "true"
-
-
 class DecommissionWatch:
     """Asks in a thread of its own, as Spark may be slow to answer.
 

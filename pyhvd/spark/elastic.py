@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-from pyhvd.config import read_timeout
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.driver.agent_source import Checked, HostSlots
@@ -24,38 +21,21 @@ from pyhvd.job.machines.roster import ElasticLimits, Place
 from pyhvd.job.messages import Facts
 from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
-from pyhvd.job.network.interfaces import interface_addresses
 from pyhvd.job.network.network_choice import Wanted
-from pyhvd.job.rank.call import (
-    check_call,
-    check_size,
-    check_text_files,
-    expect,
-    interface_names,
-    is_duration,
-    rank_variables,
-)
+from pyhvd.job.rank.call import check_size, check_text_files, expect
 from pyhvd.job.spec import ELASTIC_TIMEOUT, ElasticSpec, JobSpec, argument_of
 from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.launchers.elastic import clear_store, make_store
-from pyhvd.spark.api import (
-    active_context,
-    as_spark_errors,
-    driver_hosts,
-    is_dynamic,
-    read_start_timeout,
-)
-from pyhvd.spark.decommission import DecommissionWatch, may_decommission
+from pyhvd.spark.api import SparkCall, as_spark_errors, read_duration
+from pyhvd.spark.decommission import DecommissionWatch
 from pyhvd.spark.elastic_task import DECOMMISSIONED, ElasticTask
 from pyhvd.spark.errors import SparkError, StartTimeoutError
-from pyhvd.spark.job import CollectJob
-from pyhvd.spark.slots import count_slots, wait_for_slots
-from pyhvd.spark.task_body import pack
+from pyhvd.spark.job import END_S, CollectJob
+from pyhvd.spark.task_body import is_on, pack
 from pyhvd.transport.tcp.connection import Secret
 
-# Between two looks at tasks that come when the job is over, and time for all of them to end.
+# Between two looks at tasks that come when the job is over.
 _LOOK_S = 0.05
-_TASKS_END_S = 5.0
 # Of a task, by Spark's default.
 _MOST_FAILURES = "4"
 # The ranks run where Spark runs their tasks.
@@ -102,53 +82,41 @@ def run_elastic(
     store : str, optional
         A folder's URL for fsspec, where commits are stored in case all executors are lost.
     """
-    check_call((fn, args, kwargs), env, executable)
-    expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
     expect(store is None or isinstance(store, str), "store", store, "a URL, as str")
     least, most = _renamed("min", min_num_proc, min_np), _renamed("max", max_num_proc, max_np)
-    chosen = interface_names(nics)
-    own = [(name.encode(), value.encode()) for name, value in rank_variables(env, chosen).items()]
     out = Output(*check_text_files(stdout, stderr), timestamp=prefix_output_with_timestamp, quiet=not verbose)
-    timeout = read_start_timeout(start_timeout, os.environ)
-    context = active_context()
-    size = _count_slots(context, timeout) if num_proc is None else num_proc
-    limits = _limits(size, least, most, reset_limit, elastic_timeout, timeout)
-    code, broadcasts = pack(context, (fn, args, kwargs), lambda call: dump_call(call, _HERE, own, []))
-    task = functools.partial(ElasticTask, executable=executable, broadcasts=broadcasts)
+    call = SparkCall((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, verbose)
+    size = call.find_size()
+    limits = _limits(size, least, most, reset_limit, elastic_timeout, call.time_limit)
+    own = [(name.encode(), value.encode()) for name, value in call.variables.items()]
+    code, broadcasts = pack(call.context, call.function, lambda known: dump_call(known, _HERE, own, []))
     with as_spark_errors():
         elastic = ElasticSpec(limits.max_np or size, store=make_store(store or "", 1, of_stores(own)))
-        spec = JobSpec(
-            *(code, True, {}, None, timeout, start_timeout is not None), elastic=elastic, name_of=argument_of
-        )
-        return _serve(context, spec, limits, task, chosen, out)
-
-
-def _count_slots(context: Any, timeout: float) -> int:
-    return wait_for_slots(lambda: count_slots(context), timeout, dynamic=is_dynamic(context.getConf()))
+        times = call.time_limit, call.start_timeout is not None
+        spec = JobSpec(*(code, True, {}, None, *times), elastic=elastic, name_of=argument_of)
+        return _serve(call, spec, limits, broadcasts, out)
 
 
 def _serve(
-    context: Any,
+    call: SparkCall,
     spec: JobSpec,
     limits: ElasticLimits,
-    make_task: Callable[..., ElasticTask],
-    nics: Sequence[str] | None,
+    broadcasts: Mapping[int, Any],
     shown: Output,
 ) -> list[Any]:
     """Start the tasks, and serve the job to its end; return the results."""
     assert spec.elastic is not None
-    conf = context.getConf()
-    bound, announced = driver_hosts(conf) if nics is None else (interface_addresses(nics),) * 2
+    context, conf = call.context, call.conf
+    bound, announced = call.driver_hosts()
     secret = Secret()
     with shown as output, contextlib.closing(Arrivals(secret, bound)) as arrivals:
         addresses = list(zip(announced, arrivals.ports, strict=True))
-        task = make_task(
-            addresses, secret, most_failures=int(conf.get("spark.task.maxFailures", _MOST_FAILURES))
-        )
+        most_failures = int(conf.get("spark.task.maxFailures", _MOST_FAILURES))
+        task = ElasticTask(addresses, secret, call.executable, most_failures, broadcasts)
         spark = CollectJob(context, spec.elastic.max_size, task, barrier=False)
         try:
             watch = None
-            if may_decommission(conf):
+            if is_on(conf, "spark.decommission.enabled"):
                 watch = DecommissionWatch(lambda: context._jsc.sc().taskScheduler())
             starter = _TaskStarter(spec, limits.min_np, arrivals, spark, watch)
             membership = Membership(limits, time.monotonic())
@@ -179,7 +147,6 @@ def _limits(
     start_timeout: float,
 ) -> ElasticLimits:
     """Return the limits of the job; raise ValueError for numbers that do not fit."""
-    check_size(size)
     least = size if least is None else check_size(least, "min_num_proc")
     most = size if most is None else check_size(most, "max_num_proc")
     if not least <= size <= most:
@@ -187,17 +154,13 @@ def _limits(
             f"min_num_proc={least}, num_proc={size}, max_num_proc={most}: expected"
             " min_num_proc <= num_proc <= max_num_proc"
         )
-    waits = timeout is None or is_duration(timeout)
-    expect(waits, "elastic_timeout", timeout, "a number of seconds above 0")
     if reset_limit is not None:
         right = isinstance(reset_limit, int) and not isinstance(reset_limit, bool) and reset_limit >= 0
         expect(right, "reset_limit", reset_limit, "a number of restarts, 0 at least")
-    option = ELASTIC_TIMEOUT
-    seconds = read_timeout(option.suffix, option.default) if timeout is None else timeout
     # A task whose agent is ended does not come back.
     return ElasticLimits(
         *(least, most, size, reset_limit),
-        elastic_timeout=seconds,
+        elastic_timeout=read_duration(ELASTIC_TIMEOUT, timeout),
         leaves_out=False,
         start_timeout=start_timeout,
         name_of=argument_of,
@@ -209,7 +172,7 @@ def _end(spark: CollectJob, arrivals: Arrivals) -> None:
 
     Tasks that have waited for slots begin when others end; they must find the driver, or Spark shows errors.
     """
-    until = time.monotonic() + _TASKS_END_S
+    until = time.monotonic() + END_S / 3
     arrivals.dismiss()
     while not spark.join(_LOOK_S) and time.monotonic() < until:
         arrivals.dismiss()
@@ -241,7 +204,10 @@ class _TaskStarter(AgentStarter):
     arrivals: Arrivals
     spark: CollectJob
     watch: DecommissionWatch | None
-    _began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        """Begin to count the time."""
+        self._start_by = time.monotonic() + self.spec.start_timeout
 
     def command(self, host: str) -> Sequence[str]:
         """See :meth:`AgentStarter.command`."""
@@ -278,7 +244,7 @@ class _TaskStarter(AgentStarter):
         """See :meth:`AgentStarter.why_over`."""
         if self.spark.done:
             return self._why_spark_ended()
-        if number < 0 and now >= self._began + self.spec.start_timeout:  # the membership gives up then, too
+        if number < 0 and now >= self._start_by:  # the membership gives up then, too
             return StartTimeoutError(
                 f"less than {self.least} tasks have started within {self.spec.start_timeout:g} s: does the"
                 " cluster have as many free slots? See start_timeout and min_num_proc"

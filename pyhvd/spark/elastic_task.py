@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyhvd.job.mpi.rank_env import own_environment
-from pyhvd.spark.task_body import rank_variables
+from pyhvd.spark.task_body import describe_task
 from pyhvd.transport.tcp.connection import Address, Secret
 
 DECOMMISSIONED = "its executor is being decommissioned"
@@ -51,20 +51,14 @@ class ElasticTask:
 
     def __call__(self, partition: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         """Run the agent until the job is over; yield nothing."""
-        from pyspark import TaskContext
-
         tuple(partition)
-        context = TaskContext.get()
-        assert context is not None
-        env = own_environment(os.environ) | {
-            **rank_variables(context, self.broadcasts),
-            "PYHVD_HOST_SALT": os.environ.get("PYHVD_SPARK_HOST_SALT", ""),
-        }
+        context, variables = describe_task(self.broadcasts)
+        salt = {"PYHVD_HOST_SALT": os.environ.get("PYHVD_SPARK_HOST_SALT", "")}
         agent = subprocess.Popen(
             [self.executable or sys.executable, "-P", "-m", "pyhvd.spark.elastic_agent"],
             stdin=subprocess.PIPE,
             stdout=2,  # the worker's stdout is Spark's
-            env=env,
+            env=own_environment(os.environ) | variables | salt,
         )
         told = {
             "key": self.secret.reveal().hex(),

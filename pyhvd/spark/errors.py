@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pyhvd.common.text import exception_text, shorten
@@ -33,10 +33,12 @@ class DataError(ValueError):
     """Data cannot be used; the text names the column, file or folder, and the remedy."""
 
 
-def missing_columns(missing: Iterable[str], known: Iterable[str]) -> DataError:
-    """Return the error for columns that do not exist."""
-    names = ", ".join(map(repr, missing))
-    return DataError(f"there is no column {names}; there are {', '.join(known)}")
+def require_columns(names: Collection[str], known: Collection[str]) -> None:
+    """Raise DataError if one of these columns does not exist, or if there are none of them."""
+    missing = [name for name in names if name not in known]
+    if missing or not names:
+        listed = ", ".join(map(repr, missing))
+        raise DataError(f"there is no column {listed}; there are {', '.join(known)}")
 
 
 def needed(module: str) -> Any:

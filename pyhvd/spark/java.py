@@ -51,7 +51,7 @@ def use_java() -> str:
 
 def find_java() -> str:
     """Return the JAVA_HOME that :func:`use_java` would set."""
-    newest = _newest(_spark_version())
+    newest = _NEWEST_BEFORE_4_1 if _spark_version() < (4, 1) else sys.maxsize
     unfit = []
     for java in (*_system_javas(), *_packaged_java()):
         version = java_version(java)
@@ -73,11 +73,6 @@ def _spark_version() -> tuple[int, ...]:
     except importlib.metadata.PackageNotFoundError:
         return (sys.maxsize,)  # it came with a cluster, without metadata
     return tuple(int(number) for number in numbers)
-
-
-def _newest(spark: tuple[int, ...]) -> int:
-    """Return the newest version of Java that a version of Spark runs on."""
-    return _NEWEST_BEFORE_4_1 if spark < (4, 1) else sys.maxsize
 
 
 def _packaged_java() -> list[str]:

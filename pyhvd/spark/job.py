@@ -41,8 +41,8 @@ _log = logging.getLogger("pyhvd")
 _numbers = itertools.count()
 # After the Spark job has failed, its ranks have this long to report the cause.
 _LAST_REPORTS_S = 1.0
-# Time for Spark to end a job that was cancelled.
-_END_S = 15.0
+END_S = 15.0
+"""Spark has this long to end a job."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,7 @@ class CollectJob:
         return self._results
 
     def end(self) -> None:
-        """Do :meth:`cancel`, and wait until the job is over; warn if that takes too long."""
-        self.cancel()
-        if not self.join(_END_S):
-            _log.warning("Spark has not ended job group %s within %g s", self.group, _END_S)
-
-    def cancel(self) -> None:
-        """Make Spark end the job; it kills Python workers that do not end by themselves.
+        """Make Spark end the job, and wait; it kills Python workers that do not end by themselves.
 
         Raise nothing: there is an error already, perhaps of Spark itself.
         """
@@ -203,6 +197,8 @@ class CollectJob:
             self._cancel()
         except Exception as exc:
             _log.warning("Spark could not be told to end job group %s: %s", self.group, exc)
+        if not self.join(END_S):
+            _log.warning("Spark has not ended job group %s within %g s", self.group, END_S)
 
     def join(self, timeout: float) -> bool:
         """Wait until the job is over; return whether it is."""

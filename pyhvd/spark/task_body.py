@@ -16,6 +16,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pyhvd.common.host_id import host_hash
@@ -50,7 +51,7 @@ def pack(
         registry.clear()
         for each in before:
             registry.add(each)
-    if found and context.getConf().get("spark.io.encryption.enabled", "false").lower() == "true":
+    if found and is_on(context.getConf(), "spark.io.encryption.enabled"):
         raise SparkError(
             "the function uses a broadcast variable, whose file Spark encrypts (spark.io.encryption.enabled),"
             " and ranks cannot read it: pass the value in args"
@@ -58,25 +59,34 @@ def pack(
     return code, found
 
 
-def rank_variables(context: Any, broadcasts: Mapping[int, Any]) -> dict[str, str]:
-    """Return the variables of a rank whose task has this context and these broadcast variables."""
-    from pyspark import SparkFiles
+def is_on(conf: Any, name: str) -> bool:
+    """Return whether a setting of Spark that is off by default is on."""
+    given: str = conf.get(name, "false")
+    return given.lower() == "true"
 
+
+def describe_task(broadcasts: Mapping[int, Any]) -> tuple[Any, dict[str, str]]:
+    """Return Spark's context of the task that calls this, and the variables of the task's rank.
+
+    The rank gets the task's resources, Spark's folder of files, and these broadcast variables.
+    """
+    from pyspark import SparkFiles, TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
     resources = {name: list(each.addresses) for name, each in context.resources().items()}
     paths = {number: each._path for number, each in broadcasts.items()}
-    task = {"folder": SparkFiles.getRootDirectory(), "broadcasts": paths}
-    return {RESOURCES: json.dumps(resources), SPARK_TASK: json.dumps(task)}
+    told = {"folder": SparkFiles.getRootDirectory(), "broadcasts": paths}
+    return context, {RESOURCES: json.dumps(resources), SPARK_TASK: json.dumps(told)}
 
 
+@dataclass(frozen=True)
 class TaskBody:
     """Runs one rank for a partition; Spark pickles it and sends it to the executors."""
 
-    def __init__(
-        self, addresses: Sequence[Address], secret: Secret, broadcasts: Mapping[int, Any] = {}
-    ) -> None:
-        self._addresses = list(addresses)
-        self._secret = secret
-        self._broadcasts = dict(broadcasts)
+    addresses: Sequence[Address]
+    secret: Secret
+    broadcasts: Mapping[int, Any]
 
     def __call__(self, partition: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         """Yield the rank and its pickled result; yield nothing if the driver has ended the job."""
@@ -87,14 +97,10 @@ class TaskBody:
 
     def run(self, index: int, files: Mapping[str, int]) -> tuple[int, bytes] | None:
         """Run task `index`, whose rank gets `files`; see :func:`run_task`."""
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None
+        context, env = describe_task(self.broadcasts)
         # Not attemptNumber(): when Spark retries a barrier stage as a whole, that begins at 0 again.
         attempt = context.taskAttemptId()
-        env = rank_variables(context, self._broadcasts)
-        return run_task(self._addresses, self._secret, index, attempt, files, env)
+        return run_task(self.addresses, self.secret, index, attempt, files, env)
 
 
 def run_task(

@@ -15,8 +15,8 @@ that of reducescatter is n times it, as in Horovod, whose users have compensated
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -47,7 +47,7 @@ from pyhvd.api.collectives import (
     join as join,
     reducescatter_async as reducescatter_async,
 )
-from pyhvd.api.compression import Compressor, compress_all, compress_one, decompress_all
+from pyhvd.api.compression import Compressor, compress_all, decompress_all
 from pyhvd.api.handles import Handle, poll as poll, synchronize as synchronize
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.devices.torch_tensors import why_no_memory
@@ -95,6 +95,39 @@ def _of_gradient(name: str | None, what: str = "grad") -> str | None:
     return None if name is None else f"{name}.{what}"
 
 
+class _RecordedCall(NamedTuple):
+    """The terms of a recorded call, of one tensor or of a group, for its backward pass too."""
+
+    name: str | None
+    process_set: ProcessSet
+    op: ReduceOp = Average  # also of the gradients of an allgather
+    prescale: float = 1.0
+    postscale: float = 1.0
+    grouped: bool = False
+
+    def call(self, one: Any, several: Any, tensors: Sequence[Any], **arguments: Any) -> list[Any]:
+        """Call the verb for a group, or the one for a single tensor; return a list in both cases."""
+        results: list[Any]
+        results = several(tensors, **arguments) if self.grouped else [one(tensors[0], **arguments)]
+        return results
+
+    def reduction(self, name: str | None) -> dict[str, Any]:
+        """Return the arguments of a reduction of this name."""
+        factors = {"prescale_factor": self.prescale, "postscale_factor": self.postscale}
+        return {"name": name, "op": self.op, "process_set": self.process_set, **factors}
+
+
+def _record(
+    function: Callable[..., Sequence[Any]],
+    terms: _RecordedCall,
+    tensors: Sequence[Any],
+    compression: type[Compressor] = Compression.none,
+) -> list[Any]:
+    """Call a function that autograd records, with the compressed tensors."""
+    sent, contexts = compress_all(compression, [_plain(each) for each in tensors])
+    return decompress_all(compression, list(function(terms, *sent)), contexts)
+
+
 # -- allreduce -----------------------------------------------------------------------------------------
 
 
@@ -119,14 +152,8 @@ def allreduce(
             tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set
         )
     chosen = resolve_op(op, average=average)
-    sent, ctx = compress_one(compression, _plain(tensor))
-    factors = (prescale_factor, postscale_factor)
-    if chosen in _LINEAR:
-        result = HorovodAllreduce.apply(sent, name, chosen, *factors, process_set)
-    else:
-        sent = _scaled(sent, prescale_factor)
-        result = _scaled(HorovodAllreduce.apply(sent, name, chosen, 1.0, 1.0, process_set), postscale_factor)
-    return compression.decompress(result, ctx)
+    terms = _RecordedCall(name, process_set, chosen, prescale_factor, postscale_factor)
+    return _record(_allreduce_recorded, terms, [tensor], compression)[0]
 
 
 def grouped_allreduce(
@@ -145,14 +172,17 @@ def grouped_allreduce(
             tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set
         )
     chosen = resolve_op(op, average=average)
-    sent, contexts = compress_all(compression, [_plain(each) for each in tensors])
-    factors = (prescale_factor, postscale_factor) if chosen in _LINEAR else (1.0, 1.0)
-    if chosen not in _LINEAR:
-        sent = [_scaled(each, prescale_factor) for each in sent]
-    results = list(HorovodGroupedAllreduce.apply(name, chosen, *factors, process_set, *sent))
-    if chosen not in _LINEAR:
-        results = [_scaled(each, postscale_factor) for each in results]
-    return decompress_all(compression, results, contexts)
+    terms = _RecordedCall(name, process_set, chosen, prescale_factor, postscale_factor, grouped=True)
+    return _record(_allreduce_recorded, terms, tensors, compression)
+
+
+def _allreduce_recorded(terms: _RecordedCall, *tensors: Any) -> Sequence[Any]:
+    """Reduce so that autograd records it; factors of an op that is not linear are calls of their own."""
+    if terms.op in _LINEAR:
+        return HorovodAllreduce.apply(terms, *tensors)  # type: ignore[no-any-return]
+    scaled = [_scaled(each, terms.prescale) for each in tensors]
+    results = HorovodAllreduce.apply(terms._replace(prescale=1.0, postscale=1.0), *scaled)
+    return [_scaled(each, terms.postscale) for each in results]
 
 
 def _scaled(tensor: Any, factor: float) -> Any:
@@ -160,105 +190,58 @@ def _scaled(tensor: Any, factor: float) -> Any:
 
 
 class HorovodAllreduce(torch.autograd.Function):
-    """An allreduce, as autograd records it."""
+    """An allreduce of one tensor or of a group, as autograd records it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Any,
-        name: str | None,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-    ) -> Any:
-        ctx.terms = name, op, prescale, postscale, process_set
-        output = _core.allreduce(tensor, None, name, Compression.none, op, prescale, postscale, process_set)
-        if op not in _LINEAR:
-            ctx.save_for_backward(tensor, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        name, op, prescale, postscale, process_set = ctx.terms
-        if op in _LINEAR:
-            grad_name = _of_gradient(name)
-            result = allreduce(
-                gradient, None, grad_name, Compression.none, op, prescale, postscale, process_set
-            )
-        else:
-            tensor, output = ctx.saved_tensors
-            (result,) = _gradients(op, [gradient], [tensor], [output], name, process_set)
-        return result, None, None, None, None, None
-
-
-class HorovodGroupedAllreduce(torch.autograd.Function):
-    """A grouped allreduce, as autograd records it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        name: str | None,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        *tensors: Any,
-    ) -> Any:
-        ctx.terms = name, op, prescale, postscale, process_set
-        outputs = _core.grouped_allreduce(
-            tensors, None, name, Compression.none, op, prescale, postscale, process_set
-        )
-        if op not in _LINEAR:
+    def forward(ctx: Any, terms: _RecordedCall, *tensors: Any) -> Any:
+        ctx.terms = terms
+        arguments = terms.reduction(terms.name)
+        outputs = terms.call(_core.allreduce, _core.grouped_allreduce, tensors, **arguments)
+        if terms.op not in _LINEAR:
             ctx.save_for_backward(*tensors, *outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        name, op, prescale, postscale, process_set = ctx.terms
-        if op in _LINEAR:
-            grad_name = _of_gradient(name)
-            results = grouped_allreduce(
-                gradients, None, grad_name, Compression.none, op, prescale, postscale, process_set
-            )
+        terms: _RecordedCall = ctx.terms
+        if terms.op in _LINEAR:
+            arguments = terms.reduction(_of_gradient(terms.name))
+            results = terms.call(allreduce, grouped_allreduce, gradients, **arguments)
         else:
             n = len(gradients)
-            tensors, outputs = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
-            results = _gradients(op, gradients, tensors, outputs, name, process_set)
-        return (None, None, None, None, None, *results)
+            results = _gradients(terms, gradients, ctx.saved_tensors[:n], ctx.saved_tensors[n:])
+        return (None, *results)
+
+
+HorovodGroupedAllreduce = HorovodAllreduce  # a name of Horovod's
 
 
 def _gradients(
-    op: ReduceOp,
-    gradients: Sequence[Any],
-    tensors: Sequence[Any],
-    outputs: Sequence[Any],
-    name: str | None,
-    process_set: ProcessSet,
+    terms: _RecordedCall, gradients: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
 ) -> list[Any]:
     """Return the gradients of a reduction that is not linear."""
-    if op is Adasum:
+    if terms.op is Adasum:
         raise UnsupportedOpError("the gradient of op=Adasum is not defined: detach its input, or its result")
-    n, grad_name = len(gradients), _of_gradient(name)
-    if op is Product:
-        absent = [(x == 0).to(gradient.dtype) for x, gradient in zip(tensors, gradients, strict=True)]
-        summed = grouped_allreduce([*gradients, *absent], op=Sum, name=grad_name, process_set=process_set)
-        filled = [torch.where(x == 0, torch.ones_like(x), x) for x in tensors]
-        others = grouped_allreduce(
-            filled, op=Product, name=_of_gradient(name, "others"), process_set=process_set
-        )
-        return [
-            total * torch.where(zeros == missing, product / own, torch.zeros_like(product))
-            for total, zeros, missing, product, own in zip(
-                summed[:n], summed[n:], absent, others, filled, strict=True
-            )
-        ]
-    held = [
-        (tensor == output).to(gradient.dtype)
-        for tensor, output, gradient in zip(tensors, outputs, gradients, strict=True)
+    if terms.op is Product:
+        marked = [x == 0 for x in tensors]
+    else:
+        marked = [tensor == output for tensor, output in zip(tensors, outputs, strict=True)]
+    n, process_set = len(gradients), terms.process_set
+    mine = [mark.to(gradient.dtype) for mark, gradient in zip(marked, gradients, strict=True)]
+    summed = grouped_allreduce(
+        [*gradients, *mine], op=Sum, name=_of_gradient(terms.name), process_set=process_set
+    )
+    triples = list(zip(summed[:n], mine, summed[n:], strict=True))
+    if terms.op is not Product:
+        return [total * own / all_ranks for total, own, all_ranks in triples]
+    filled = [torch.where(mark, torch.ones_like(x), x) for mark, x in zip(marked, tensors, strict=True)]
+    products = grouped_allreduce(
+        filled, op=Product, name=_of_gradient(terms.name, "others"), process_set=process_set
+    )
+    return [
+        total * torch.where(zeros == missing, product / own, torch.zeros_like(product))
+        for (total, missing, zeros), product, own in zip(triples, products, filled, strict=True)
     ]
-    summed = grouped_allreduce([*gradients, *held], op=Sum, name=grad_name, process_set=process_set)
-    return [total * mine / holders for total, mine, holders in zip(summed[:n], held, summed[n:], strict=True)]
 
 
 # -- allgather -----------------------------------------------------------------------------------------
@@ -271,7 +254,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
     """
     if not _is_recorded(tensor):
         return _core.allgather(tensor, name, process_set)
-    return HorovodAllgather.apply(_plain(tensor), name, process_set)
+    return _record(HorovodAllgather.apply, _RecordedCall(name, process_set), [tensor])[0]
 
 
 def grouped_allgather(
@@ -280,41 +263,29 @@ def grouped_allgather(
     """Gather several tensors as one unit; see :func:`allgather`."""
     if not _is_recorded_group(tensors):
         return _core.grouped_allgather(tensors, name, process_set)
-    return list(HorovodGroupedAllgather.apply(name, process_set, *map(_plain, tensors)))
+    return _record(HorovodAllgather.apply, _RecordedCall(name, process_set, grouped=True), tensors)
 
 
 class HorovodAllgather(torch.autograd.Function):
-    """An allgather, as autograd records it."""
+    """An allgather of one tensor or of a group, as autograd records it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, name: str | None, process_set: ProcessSet) -> Any:
-        output, rows = _core.submit_allgather(
-            tensor, name, process_set, grouped=False, with_rows=True
-        ).result()
-        ctx.terms = name, process_set, _own_rows(rows, process_set)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        name, process_set, own = ctx.terms
-        whole = allreduce(gradient, name=_of_gradient(name), op=Average, process_set=process_set)
-        return whole[own], None, None
-
-
-class HorovodGroupedAllgather(torch.autograd.Function):
-    """A grouped allgather, as autograd records it."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Any) -> Any:
-        pairs = _core.submit_allgather(tensors, name, process_set, grouped=True, with_rows=True).result()
-        ctx.terms = name, process_set, [_own_rows(rows, process_set) for _, rows in pairs]
+    def forward(ctx: Any, terms: _RecordedCall, *tensors: Any) -> Any:
+        given, grouped = (tensors if terms.grouped else tensors[0]), terms.grouped
+        handle = _core.submit_allgather(given, terms.name, terms.process_set, grouped=grouped, with_rows=True)
+        pairs = handle.result() if grouped else [handle.result()]
+        ctx.terms = terms, [_own_rows(rows, terms.process_set) for _, rows in pairs]
         return tuple(output for output, _ in pairs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        name, process_set, own = ctx.terms
-        whole = grouped_allreduce(gradients, name=_of_gradient(name), op=Average, process_set=process_set)
-        return (None, None, *(each[rows] for each, rows in zip(whole, own, strict=True)))
+        terms, own = ctx.terms
+        arguments = terms.reduction(_of_gradient(terms.name))
+        whole = terms.call(allreduce, grouped_allreduce, gradients, **arguments)
+        return (None, *(each[rows] for each, rows in zip(whole, own, strict=True)))
+
+
+HorovodGroupedAllgather = HorovodAllgather  # a name of Horovod's
 
 
 def _own_rows(rows: Sequence[int], process_set: ProcessSet) -> slice:
@@ -439,9 +410,8 @@ def reducescatter(
         return _core.reducescatter(
             tensor, name, compression, op, process_set, prescale_factor, postscale_factor
         )
-    sent, ctx = compress_one(compression, _plain(tensor))
-    result = HorovodReducescatter.apply(sent, name, op, process_set, prescale_factor, postscale_factor)
-    return compression.decompress(result, ctx)
+    terms = _RecordedCall(name, process_set, op, prescale_factor, postscale_factor)
+    return _record(HorovodReducescatter.apply, terms, [tensor], compression)[0]
 
 
 def grouped_reducescatter(
@@ -458,63 +428,27 @@ def grouped_reducescatter(
         return _core.grouped_reducescatter(
             tensors, name, compression, op, process_set, prescale_factor, postscale_factor
         )
-    sent, contexts = compress_all(compression, [_plain(each) for each in tensors])
-    results = HorovodGroupedReducescatter.apply(
-        name, op, process_set, prescale_factor, postscale_factor, *sent
-    )
-    return decompress_all(compression, list(results), contexts)
+    terms = _RecordedCall(name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    return _record(HorovodReducescatter.apply, terms, tensors, compression)
 
 
 class HorovodReducescatter(torch.autograd.Function):
-    """A reducescatter, as autograd records it."""
+    """A reducescatter of one tensor or of a group, as autograd records it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Any,
-        name: str | None,
-        op: ReduceOp,
-        process_set: ProcessSet,
-        prescale: float,
-        postscale: float,
-    ) -> Any:
-        ctx.terms = name, process_set, _factor_of_gradient(op, process_set, prescale, postscale)
-        return _core.reducescatter(tensor, name, Compression.none, op, process_set, prescale, postscale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        name, process_set, factor = ctx.terms
-        whole = allgather(_scaled(gradient, factor), _of_gradient(name), process_set)
-        return whole, None, None, None, None, None
-
-
-class HorovodGroupedReducescatter(torch.autograd.Function):
-    """A grouped reducescatter, as autograd records it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        name: str | None,
-        op: ReduceOp,
-        process_set: ProcessSet,
-        prescale: float,
-        postscale: float,
-        *tensors: Any,
-    ) -> Any:
-        ctx.terms = name, process_set, _factor_of_gradient(op, process_set, prescale, postscale)
-        return tuple(
-            _core.grouped_reducescatter(tensors, name, Compression.none, op, process_set, prescale, postscale)
-        )
+    def forward(ctx: Any, terms: _RecordedCall, *tensors: Any) -> Any:
+        size = terms.process_set.size()
+        assert size is not None
+        ctx.terms = terms, terms.prescale * terms.postscale * (size if terms.op is Sum else 1)
+        arguments = terms.reduction(terms.name)
+        return tuple(terms.call(_core.reducescatter, _core.grouped_reducescatter, tensors, **arguments))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        name, process_set, factor = ctx.terms
+        terms, factor = ctx.terms
         scaled = [_scaled(gradient, factor) for gradient in gradients]
-        whole = grouped_allgather(scaled, _of_gradient(name), process_set)
-        return (None, None, None, None, None, *whole)
+        arguments = {"name": _of_gradient(terms.name), "process_set": terms.process_set}
+        return (None, *terms.call(allgather, grouped_allgather, scaled, **arguments))
 
 
-def _factor_of_gradient(op: ReduceOp, process_set: ProcessSet, prescale: float, postscale: float) -> float:
-    size = process_set.size()
-    assert size is not None
-    return prescale * postscale * (size if op is Sum else 1)
+HorovodGroupedReducescatter = HorovodReducescatter  # a name of Horovod's

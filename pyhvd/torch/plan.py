@@ -54,9 +54,7 @@ def describe_differences(descriptions: Mapping[int, Description]) -> str:
         for term in next(iter(descriptions.values())).terms
         if _differ(values := {rank: each.terms[term] for rank, each in descriptions.items()})
     ]
-    names: dict[str, None] = {}
-    for each in descriptions.values():
-        names.update(dict.fromkeys(parameter.name for parameter in each.parameters))
+    names = dict.fromkeys(parameter.name for each in descriptions.values() for parameter in each.parameters)
     by_name = {
         rank: {parameter.name: parameter for parameter in each.parameters}
         for rank, each in descriptions.items()

@@ -74,13 +74,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Any) -> Any:
         """Return the normalised batch."""
-        if input.dim() < 2:
-            raise ValueError(f"expected a batch of at least 2 dimensions, not {input.dim()}")
-        if input.size(1) != self.num_features:
-            raise ValueError(f"expected {self.num_features} channels in dimension 1, not {input.size(1)}")
+        self._check_input_dim(input)
         own_statistics = self.training or (self.running_mean is None and self.running_var is None)
         if not own_statistics or (self.process_set.size() or 1) == 1:
-            return self._forward_alone(input)
+            return super().forward(input)
         name = self._name.in_set(self.process_set)
         out, mean, var, count = _Normalised.apply(
             input, self.weight, self.bias, self.eps, name, self.process_set
@@ -89,27 +86,17 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             self._follow(mean, var, count)
         return out
 
-    def _forward_alone(self, batch: Any) -> Any:
-        momentum = self._next_momentum() if self.training and self.track_running_stats else 0.0
-        tracked = not self.training or self.track_running_stats
-        return torch.nn.functional.batch_norm(
-            batch,
-            self.running_mean if tracked else None,
-            self.running_var if tracked else None,
-            self.weight,
-            self.bias,
-            self.training or self.running_mean is None,
-            momentum,
-            self.eps,
-        )
-
-    def _next_momentum(self) -> float:
-        self.num_batches_tracked.add_(1)
-        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+    def _check_input_dim(self, input: Any) -> None:
+        """Refuse a batch of another shape; torch's own forward() calls this too."""
+        if input.dim() < 2:
+            raise ValueError(f"expected a batch of at least 2 dimensions, not {input.dim()}")
+        if input.size(1) != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels in dimension 1, not {input.size(1)}")
 
     def _follow(self, mean: Any, var: Any, count: float) -> None:
         """Let the running statistics follow those of a batch of ``count`` values per channel."""
-        momentum = self._next_momentum()
+        self.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         if not count:
             return
         unbiased = var * (count / max(count - 1.0, 1.0))

@@ -231,12 +231,11 @@ class ElasticJob:
         while not self._finished:
             self._step(time.monotonic())
             begins, self._next = self._next, None
-            if self._finished:
-                break
-            self._heed_signals()
+            if not self._finished:
+                self._heed_signals()
             if begins is not None:
                 self._run(begins)
-            else:
+            elif not self._finished:
                 time.sleep(_LOOK_S)
 
     def _heed_signals(self) -> None:

@@ -65,9 +65,10 @@ def describe(batch: Batch) -> tuple[Column, ...]:
     return tuple(Column(name, array.dtype.name, array.shape[1:]) for name, array in batch.items())
 
 
-def difference(one: tuple[Column, ...], other: tuple[Column, ...]) -> str:
-    """Return how two descriptions of the same columns differ; empty if they are equal."""
+def check_alike(one: tuple[Column, ...], other: tuple[Column, ...]) -> None:
+    """Raise DataError if two descriptions of the same columns differ."""
     for a, b in zip(one, other, strict=True):
         if a != b:
-            return f"column {a.name!r} has rows of shape {a.shape} and of shape {b.shape}: pad its lists"
-    return ""
+            raise DataError(
+                f"column {a.name!r} has rows of shape {a.shape} and of shape {b.shape}: pad its lists"
+            )

@@ -132,10 +132,8 @@ class Folder:
     def remove(self, name: str) -> None:
         """Remove a file, or a folder and its content, if it exists."""
         fs, path = self._resolve(name)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
-        except FileNotFoundError:
-            return
 
     def _list(self, below: str) -> list[tuple[str, dict[str, Any]]]:
         fs, path = self._resolve(below)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pyhvd.spark.data.folder import Folder
-from pyhvd.spark.errors import DataError, missing_columns
+from pyhvd.spark.errors import DataError, require_columns
 
 NAME = "_pyhvd_metadata.json"
 """The file's name; Spark ignores names that begin with an underscore."""
@@ -82,9 +82,7 @@ class Dataset(msgspec.Struct, frozen=True):
         if names is None:
             return self.columns
         known = {column.name: column for column in self.columns}
-        missing = [name for name in names if name not in known]
-        if missing or not names:
-            raise missing_columns(missing, known)
+        require_columns(names, known)
         return tuple(known[name] for name in names)
 
 

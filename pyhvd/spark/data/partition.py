@@ -16,7 +16,7 @@ from pyhvd.common.text import describe_ranks
 from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.data.shard import BatchPlan, Shard
-from pyhvd.spark.errors import DataError, missing_columns, needed
+from pyhvd.spark.errors import DataError, needed, require_columns
 from pyhvd.spark.task_body import TaskBody
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ class SpilledPieces:
     def load(self, number: int) -> Batch:
         """Return a record batch as arrays."""
         table = needed("pyarrow").Table.from_batches([self._batches[number]])
-        missing = [name for name in self._names or [] if name not in table.column_names]
-        if missing:
-            raise missing_columns(missing, table.column_names)
-        return to_batch(table if self._names is None else table.select(list(self._names)))
+        if self._names is None:
+            return to_batch(table)
+        require_columns(self._names, table.column_names)
+        return to_batch(table.select(list(self._names)))
 
 
 def partition(
@@ -151,10 +151,12 @@ def partition(
 
 
 def _share(source: SpilledPieces, plan: BatchPlan, *, equal_steps: bool) -> Shard:
-    from pyhvd.api import topology
+    import numpy as np
 
-    rank = topology.rank()
-    counts = _counts(sum(source.lengths))
+    from pyhvd.api import collectives, topology
+
+    rank, own = topology.rank(), np.array([sum(source.lengths)])
+    counts = collectives.allgather(own, name="pyhvd.spark.partition").tolist()
     empty = [index for index, count in enumerate(counts) if not count]
     if empty:
         raise DataError(
@@ -164,13 +166,3 @@ def _share(source: SpilledPieces, plan: BatchPlan, *, equal_steps: bool) -> Shar
     rows = min(counts) if equal_steps else counts[rank]
     columns = describe(source.load(0))
     return Shard(source, columns, rank=rank, total_rows=sum(counts), rows=rows, plan=plan)
-
-
-def _counts(own: int) -> list[int]:
-    """Return the number of rows of each rank; this one has `own`."""
-    import numpy as np
-
-    from pyhvd.api import collectives
-
-    counts = collectives.allgather(np.array([own]), name="pyhvd.spark.partition")
-    return [int(count) for count in counts]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pyhvd.spark.data import manifest
-from pyhvd.spark.data.columns import difference
+from pyhvd.spark.data.columns import check_alike
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Dataset
 from pyhvd.spark.data.schema import Selection, select
@@ -168,8 +168,7 @@ def _assemble(written: Sequence[Written], folder: Folder) -> Dataset:
         raise DataError("the DataFrame has no rows")
     columns = parts[0][1]
     for _, others in parts:
-        if differs := difference(columns, others):
-            raise DataError(differs)
+        check_alike(columns, others)
     dataset = Dataset(columns, tuple(part for part, _ in parts))
     found = folder.sizes()
     missing = [part.name for part in dataset.parts if part.name not in found]

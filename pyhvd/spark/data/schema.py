@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyhvd.spark.errors import DataError, missing_columns, needed
+from pyhvd.spark.errors import DataError, needed, require_columns
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -73,9 +73,7 @@ def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
         raise DataError(f"columns={names!r}: expected a list of names")
     fields = {field.name: field for field in df.schema.fields}
     chosen = list(fields if names is None else names)
-    missing = [name for name in chosen if name not in fields]
-    if missing or not chosen:
-        raise missing_columns(missing, fields)
+    require_columns(chosen, fields)
     twice = [name for name, count in Counter(df.columns).items() if count > 1 and name in chosen]
     twice += [name for name, count in Counter(chosen).items() if count > 1]
     if twice:

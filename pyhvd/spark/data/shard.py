@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,10 +76,10 @@ class Shard:
         self.rows = rows
         self.total_rows = total_rows
         self.steps = -(-rows // plan.batch_size)
-        self._source = source
+        self._pieces = len(source.lengths)
+        self._load = functools.cache(source.load) if plan.cache else source.load
         self._rank = rank
         self._plan = plan
-        self._cache: dict[int, Batch] | None = {} if plan.cache else None
 
     def epoch(self, number: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch: dicts of column name to array, of up to `batch_size` rows.
@@ -116,12 +117,12 @@ class Shard:
 
     def read(self) -> Batch:
         """Return all rows of this rank as one batch, in the dataset's order."""
-        return self._join([self._load(number) for number in range(len(self._source.lengths))])
+        return self._gather(range(self._pieces))
 
     def _mixed_rows(self, epoch: int) -> Iterator[Batch]:
         """Yield the rows of a few pieces at a time, mixed if shuffled; read the next pieces meanwhile."""
         generator = draw(self._plan.seed, epoch, self._rank) if self._plan.shuffle else None
-        order = read_order(len(self._source.lengths), generator)
+        order = read_order(self._pieces, generator)
         if not order:
             return
         with ThreadPoolExecutor(1, "pyhvd-shard") as pool:
@@ -136,24 +137,15 @@ class Shard:
                 yield batch
 
     def _gather(self, numbers: Sequence[int]) -> Batch:
-        return self._join([self._load(number) for number in numbers])
-
-    def _join(self, batches: Sequence[Batch]) -> Batch:
-        """Return a copy of several batches as one batch."""
+        """Return a copy of several pieces as one batch."""
         import numpy as np
 
+        batches = [self._load(number) for number in numbers]
         if not batches:
             return {
                 column.name: np.empty((0, *column.shape), column.dtype) for column in self.columns.values()
             }
         return {name: np.concatenate([batch[name] for batch in batches]) for name in self.columns}
-
-    def _load(self, number: int) -> Batch:
-        if self._cache is None:
-            return self._source.load(number)
-        if number not in self._cache:
-            self._cache[number] = self._source.load(number)
-        return self._cache[number]
 
 
 def shard(

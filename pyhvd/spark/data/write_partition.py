@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pyhvd.spark.data.columns import describe, difference, to_batch
+from pyhvd.spark.data.columns import check_alike, describe, to_batch
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column, DataFile
 from pyhvd.spark.errors import DataError, needed
@@ -73,8 +73,7 @@ class PartWriter:
         ):
             writer.write_table(first, row_group_size=first.num_rows)
             for table in rest:
-                if differs := difference(columns, describe(to_batch(table))):
-                    raise DataError(differs)
+                check_alike(columns, describe(to_batch(table)))
                 writer.write_table(table, row_group_size=table.num_rows)
                 counts.append(table.num_rows)
         return columns, counts

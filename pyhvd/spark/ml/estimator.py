@@ -13,14 +13,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator as SparkEstimator
-from pyspark.ml.param import Param, Params
 
 from pyhvd.spark.api import run
 from pyhvd.spark.data.prepare import prepare
 from pyhvd.spark.data.schema import named
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.errors import DataError
-from pyhvd.spark.ml.model import Model
+from pyhvd.spark.ml.model import Model, param
 from pyhvd.spark.ml.model_metadata import ModelDescription
 from pyhvd.spark.ml.runs import Run
 from pyhvd.spark.ml.settings import check, check_metrics, trainer_of
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _log = logging.getLogger("pyhvd")
-
-
-def _param(name: str, text: str) -> Param[Any]:
-    return Param(Params._dummy(), name, text)
 
 
 class Estimator(SparkEstimator):
@@ -101,31 +96,29 @@ class Estimator(SparkEstimator):
     >>> model = estimator.fit(df)                                       # doctest: +SKIP
     """
 
-    model = _param("model", "a torch module, or a NumpyModel")
-    train_fn = _param("train_fn", "a training loop: from a Training to a function that predicts")
-    store = _param("store", "holds the run's data, checkpoint and model")
-    feature_cols = _param("feature_cols", "columns that are the model's input")
-    label_cols = _param("label_cols", "columns that the model learns")
-    num_proc = _param("num_proc", "number of ranks; None: one per slot of the cluster")
-    batch_size = _param("batch_size", "rows per step and rank")
-    epochs = _param("epochs", "passes over the data")
-    validation = _param(
-        "validation", "fraction of the rows for validation, or a column that is true for them"
-    )
-    loss = _param("loss", "for a torch module: function from output and labels to the mean loss")
-    optimizer = _param(
+    model = param("model", "a torch module, or a NumpyModel")
+    train_fn = param("train_fn", "a training loop: from a Training to a function that predicts")
+    store = param("store", "holds the run's data, checkpoint and model")
+    feature_cols = param("feature_cols", "columns that are the model's input")
+    label_cols = param("label_cols", "columns that the model learns")
+    num_proc = param("num_proc", "number of ranks; None: one per slot of the cluster")
+    batch_size = param("batch_size", "rows per step and rank")
+    epochs = param("epochs", "passes over the data")
+    validation = param("validation", "fraction of the rows for validation, or a column that is true for them")
+    loss = param("loss", "for a torch module: function from output and labels to the mean loss")
+    optimizer = param(
         "optimizer",
         "for a torch module: function from parameters to an optimizer; else an object with step()",
     )
-    metrics = _param(
+    metrics = param(
         "metrics", "functions from outputs and labels to a number, measured on the validation data"
     )
-    run_id = _param("run_id", "the run's name in the store; None: a new name")
-    shuffle = _param("shuffle", "whether each epoch has its own order of the rows")
-    seed = _param("seed", "seed of the orders and of the split")
-    cache = _param("cache", "whether to keep each rank's data in memory")
-    verbose = _param("verbose", "0: show nothing; 1: a line per epoch; 2: also where the ranks ran")
-    run_options = _param("run_options", "other arguments of pyhvd.spark.run")
+    run_id = param("run_id", "the run's name in the store; None: a new name")
+    shuffle = param("shuffle", "whether each epoch has its own order of the rows")
+    seed = param("seed", "seed of the orders and of the split")
+    cache = param("cache", "whether to keep each rank's data in memory")
+    verbose = param("verbose", "0: show nothing; 1: a line per epoch; 2: also where the ranks ran")
+    run_options = param("run_options", "other arguments of pyhvd.spark.run")
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.data.schema import expression, named
-from pyhvd.spark.errors import DataError, missing_columns
+from pyhvd.spark.errors import DataError, require_columns
 from pyhvd.spark.ml.model_metadata import ModelDescription
 from pyhvd.spark.ml.prediction import Predictor, spark_type
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = "model.json"
 _PREDICT = "predict.pkl"
+
+
+def param(name: str, text: str, convert: Callable[[Any], Any] | None = None) -> Param[Any]:
+    """Return a Param for the body of a class."""
+    return Param(Params._dummy(), name, text, convert)
 
 
 class Model(SparkModel):
@@ -53,15 +58,10 @@ class Model(SparkModel):
     >>> model.transform(test_df).select("label", "label__output")     # doctest: +SKIP
     """
 
-    output_cols: Param[list[str]] = Param(
-        Params._dummy(),
-        "output_cols",
-        "names of the new columns, one per output",
-        TypeConverters.toListString,
+    output_cols = param(
+        "output_cols", "names of the new columns, one per output", TypeConverters.toListString
     )
-    batch_size: Param[int] = Param(
-        Params._dummy(), "batch_size", "number of rows of one call of the model", TypeConverters.toInt
-    )
+    batch_size = param("batch_size", "number of rows of one call of the model", TypeConverters.toInt)
 
     def __init__(self, description: ModelDescription, predict: bytes) -> None:
         super().__init__()
@@ -156,9 +156,7 @@ class Model(SparkModel):
         described = self._description.outputs
         if len(names) != len(described):
             raise ValueError(f"output_cols={names!r}: the model has {len(described)} outputs")
-        missing = [name for name in self.feature_cols if name not in columns]
-        if missing:
-            raise missing_columns(missing, columns)
+        require_columns(self.feature_cols, columns)
         taken = [name for name, count in Counter([*columns, *names]).items() if count > 1]
         if taken:
             raise DataError(

@@ -23,14 +23,11 @@ def check(values: Mapping[str, Any]) -> None:
         values["store"].get_run_path(values["run_id"])  # raises if it cannot name a folder
     for name in ("feature_cols", "label_cols"):
         _check_columns(name, values[name])
-    for name in ("batch_size", "epochs", "num_proc"):
+    for name, least in (("batch_size", 1), ("epochs", 1), ("num_proc", 1), ("seed", 0)):
         value = values[name]
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
         if not fits and not (name == "num_proc" and value is None):
-            raise ValueError(f"{name}={value!r}: expected a number, 1 at least")
-    seed = values["seed"]
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed={seed!r}: expected a number, 0 at least")
+            raise ValueError(f"{name}={value!r}: expected a number, {least} at least")
     _check_validation(values["validation"], [*values["feature_cols"], *values["label_cols"]])
     taken = [name for name in values["run_options"] if name in _OWN]
     if taken:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from pyhvd.spark.decommission import DecommissionWatch, may_decommission
+from pyhvd.spark.decommission import DecommissionWatch
+from pyhvd.spark.task_body import is_on
 from tests.waiting import wait_until
 
 
@@ -87,4 +88,4 @@ def test_a_scheduler_that_does_not_tell_is_said_once(
     ],
 )
 def test_spark_decommissions_only_if_its_settings_say_so(conf: dict[str, str], may: bool) -> None:
-    assert may_decommission(conf) is may
+    assert is_on(conf, "spark.decommission.enabled") is may

@@ -537,13 +537,17 @@ def test_what_spark_says_is_told_in_a_line(said: str, reason: str) -> None:
     assert len(reason_of(RuntimeError(said))) < MAX_TEXT + 100
 
 
-def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_not_lost_when_spark_cannot_be_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = CollectJob.__new__(CollectJob)
     job.group = "pyhvd.spark.run.7"
     job._over = threading.Event()
     job._context = SimpleNamespace(_jsc=None)
-    job.cancel()
+    monkeypatch.setattr("pyhvd.spark.job.END_S", 0.0)
+    job.end()
     assert "Spark could not be told to end job group pyhvd.spark.run.7" in caplog.text
+    assert "Spark has not ended job group pyhvd.spark.run.7 within 0 s" in caplog.text
 
 
 def test_hosts_that_cannot_be_described_are_a_launch_error() -> None:

@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from struct import pack
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -23,8 +24,9 @@ from pyhvd.job.mpi.rendezvous import RankPlacement, assign
 from pyhvd.job.network.interfaces import interface_addresses
 from pyhvd.job.process.exit_report import ENDED, EXCEPTION, LOST, SECONDARY, SIGNAL, ExitReport
 from pyhvd.job.rank.call import interface_names, load_result, rank_variables
+from pyhvd.job.spec import SPARK_START_TIMEOUT
 from pyhvd.spark import elastic, java
-from pyhvd.spark.api import _mpiexec_arguments, _use_barrier, driver_hosts, read_start_timeout
+from pyhvd.spark.api import _mpiexec_arguments, _use_barrier, driver_hosts, read_duration
 from pyhvd.spark.errors import JavaNotFoundError, SparkError
 from pyhvd.spark.job import TaskTexts
 from pyhvd.transport.tcp.session import MAX_RECORD
@@ -168,16 +170,18 @@ def test_a_rank_that_open_mpi_may_have_ended(report: ExitReport, is_cause: bool)
     assert failures.cause(by_rank) == (report if is_cause else _ENDED_2)
 
 
-def test_start_timeout_comes_from_argument_then_environment() -> None:
-    both = {"PYHVD_SPARK_START_TIMEOUT": "5", "HOROVOD_SPARK_START_TIMEOUT": "6"}
-    assert read_start_timeout(4, both) == 4
-    assert read_start_timeout(None, both) == 5
-    assert read_start_timeout(None, {"HOROVOD_SPARK_START_TIMEOUT": "6"}) == 6
-    assert read_start_timeout(None, {}) == 600
-    with pytest.raises(ConfigError, match="PYHVD_SPARK_START_TIMEOUT='soon'"):
-        read_start_timeout(None, {"PYHVD_SPARK_START_TIMEOUT": "soon"})
+def test_start_timeout_comes_from_argument_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_duration(SPARK_START_TIMEOUT, None) == 600
+    monkeypatch.setenv("HOROVOD_SPARK_START_TIMEOUT", "6")
+    assert read_duration(SPARK_START_TIMEOUT, None) == 6
+    monkeypatch.setenv("PYHVD_SPARK_START_TIMEOUT", "5")
+    assert read_duration(SPARK_START_TIMEOUT, None) == 5
+    assert read_duration(SPARK_START_TIMEOUT, 4) == 4
     with pytest.raises(ValueError, match="start_timeout=0"):
-        read_start_timeout(0, {})
+        read_duration(SPARK_START_TIMEOUT, 0)
+    monkeypatch.setenv("PYHVD_SPARK_START_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="PYHVD_SPARK_START_TIMEOUT='soon'"):
+        read_duration(SPARK_START_TIMEOUT, None)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +284,7 @@ def test_old_names_of_arguments_of_run_elastic(monkeypatch: pytest.MonkeyPatch) 
     def limits(*given: Any) -> None:
         raise Found(*given[:3])
 
-    monkeypatch.setattr(elastic, "active_context", lambda: None)
+    monkeypatch.setattr("pyhvd.spark.api.active_context", Mock)
     monkeypatch.setattr(elastic, "_limits", limits)
     text = "^(min|max)_np is deprecated: use (min|max)_num_proc$"
     for newer, least in ((None, 2), (3, 3)):
@@ -309,7 +313,7 @@ def test_a_start_timeout_of_run_elastic_ends_late_ranks(
     """Only if it is given; without it late ranks are named."""
     monkeypatch.setenv("HOROVOD_SPARK_START_TIMEOUT", "8")
     served: list[Any] = []
-    monkeypatch.setattr(elastic, "active_context", lambda: None)
+    monkeypatch.setattr("pyhvd.spark.api.active_context", Mock)
     monkeypatch.setattr(elastic, "pack", lambda *_: (b"", {}))
     monkeypatch.setattr(elastic, "_serve", lambda _, *asked: served.append(asked))
     pyhvd.spark.run_elastic(print, num_proc=2, start_timeout=seconds)
