@@ -307,7 +307,7 @@ class Context:
         return self.keep_name(process_set, prefix, None)[0]
 
     def keep_name(self, process_set: int, prefix: str, kept: tuple[str, Counts] | None) -> tuple[str, Counts]:
-        """Return the name that is kept if it is of this set, and its counts have not restarted, else the next."""
+        """Return the kept name if it is of this set and its counts have not restarted, else the next name."""
         with self._lock:
             counts = self._counts.setdefault(process_set, Counts())
             if kept is not None and kept[1] is counts:
