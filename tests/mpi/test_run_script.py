@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pyhvd.common.cgroups import cgroup_limits
 from tests.mpi.run_support import bare, pyhvdrun, script
 
 SHOW = """
@@ -226,13 +227,15 @@ def test_a_program_that_a_rank_starts_may_be_the_rank(tmp_path: Path) -> None:
 
 
 def test_omp_num_threads_is_set_and_said_once(tmp_path: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
+    usable = len(os.sched_getaffinity(0))
+    cores = max(1, int(min(usable, cgroup_limits()[0] or usable)))
     path = script(tmp_path, SHOW)
     for ended in (pyhvdrun("-n", 2, path), pyhvdrun("-n", 4, path)):
         threads = seen(ended.out)["threads"]
         said = [line for line in ended.err.splitlines() if "OMP_NUM_THREADS" in line]
         assert len(said) == 1
-        assert said[0].startswith(f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({cores} cores, ")
+        assert said[0].startswith(f"pyhvd: OMP_NUM_THREADS={threads} on each rank (")
+        assert f"{usable} cores, " in said[0]
     assert threads == str(max(1, cores // 4))
 
 
