@@ -53,6 +53,6 @@ def explain_alone(environ: Mapping[str, str], library: str) -> str:
         return ""
     remedy = _REMEDIES.get(name, f"use the mpiexec of {library}, or pyhvdrun").format(size=size)
     return (
-        f"{name} has started {size} processes, but {library}, on which mpi4py is built, has found one rank: each"
-        f" would train alone. {remedy[0].upper()}{remedy[1:]}. {ALLOWED}=1 allows it"
+        f"{name} has started {size} processes, but {library}, on which mpi4py is built, has found one rank:"
+        f" each would train alone. {remedy[0].upper()}{remedy[1:]}. {ALLOWED}=1 allows it"
     )
