@@ -218,6 +218,4 @@ def __dir__() -> list[str]:
 
 for _extension in ("pyhvd._fusion", "pyhvd.native.shared_memory"):
     if importlib.util.find_spec(_extension) is None:
-        from pyhvd.common.unbuilt import explain_unbuilt
-
-        raise ImportError(explain_unbuilt(_extension))
+        raise ImportError(importlib.import_module("pyhvd.common.unbuilt").explain_unbuilt(_extension))

@@ -42,6 +42,6 @@ def test_a_checkout_that_shadows_the_installed_package(tmp_path: Path) -> None:
 
 def test_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
     assert _run(tmp_path, "-c", "import pyhvd", installed="") == (
-        f"ImportError: pyhvd's extension pyhvd._fusion has not been built in {tmp_path}/pyhvd: run pip install"
-        f" -e {tmp_path}, or python setup.py build_ext --inplace"
+        f"ImportError: pyhvd's extension pyhvd._fusion has not been built in {tmp_path}/pyhvd: run pip"
+        f" install -e {tmp_path}, or python setup.py build_ext --inplace"
     )
