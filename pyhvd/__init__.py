@@ -218,7 +218,4 @@ def __dir__() -> list[str]:
 
 for _extension in ("pyhvd._fusion", "pyhvd.native.shared_memory"):
     if importlib.util.find_spec(_extension) is None:
-        raise ImportError(
-            f"pyhvd's extension {_extension} has not been built: install the package with pip"
-            " (from a source tree: pip install -e . or python setup.py build_ext --inplace)"
-        )
+        raise ImportError(importlib.import_module("pyhvd.common.unbuilt").explain_unbuilt(_extension))

@@ -268,6 +268,9 @@ class Config:
         "ask MPI for THREAD_SERIALIZED; the program itself must then not use MPI",
         ConfigEntry("library_options.mpi_threads_disable"),
     )
+    allow_alone: bool = _own(
+        False, _bool, "init() takes a single rank, though its launcher has started more processes"
+    )
     fast_lane: bool = _shared(
         True, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )

@@ -19,7 +19,9 @@ from pyhvd.config import Config
 from pyhvd.engine import context
 from pyhvd.engine.autotuner import SampleLog, open_log
 from pyhvd.engine.context import Context, ContextHolder, StaticSet
-from pyhvd.errors import ConfigError, NotInitializedError
+from pyhvd.errors import ConfigError, NotInitializedError, TransportError
+from pyhvd.job.mpi.alone import explain_alone
+from pyhvd.job.mpi.flavour import judge_library
 from pyhvd.job.mpi.rank_env import claim_rank
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.transport.mpi import ending
@@ -49,7 +51,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     ConfigError
         An environment variable cannot be parsed.
     TransportError
-        MPI's thread level does not allow a background thread.
+        MPI's thread level does not allow a background thread; or MPI has found this rank alone, though its
+        launcher has started more.
     NotInitializedError
         This process is a child of a rank; see :func:`pyhvd.child_environment`.
     ImportError
@@ -178,6 +181,10 @@ def _mpi_world(comm: Any, config: Config) -> World:
 
     start_mpi()
     if comm is None:
+        if MPI.COMM_WORLD.Get_size() == 1 and not config.allow_alone:
+            library = judge_library(MPI.Get_library_version())
+            if alone := explain_alone(os.environ, library.name):
+                raise TransportError(alone)
         return mpi_world(MPI.COMM_WORLD)
     if isinstance(comm, MPI.Comm):
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:

@@ -61,7 +61,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     backward_passes_per_step : int
         Gradients are summed, not averaged, over so many backward passes before they are reduced.
     op : ReduceOp
-        With Adasum each rank steps by itself, and the ranks combine their changes of the weights.
+        With Adasum each rank steps by itself, from the gradients of all backward passes since, and the ranks
+        combine their changes of the weights.
     gradient_predivide_factor : float
         With Average: divide gradients by it before the sum, and multiply by it after.
     num_groups, groups : int, or sequence of sequences of torch.Tensor
@@ -78,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     _check_factors(gradient_predivide_factor, op, backward_passes_per_step)
     names = _check_kinds(_name_parameters(optimizer, named_parameters))
     chosen = _check_groups(groups, num_groups, list(names))
-    _check_modes(op, reduce_at, unused, plain=not (chosen or sparse_as_dense or backward_passes_per_step > 1))
+    _check_modes(op, reduce_at, unused, plain=not (chosen or sparse_as_dense))
     if isinstance(optimizer, _DistributedOptimizer):
         optimizer.remove()
     way = _Way(names)
@@ -321,7 +322,7 @@ def _check_modes(op: ReduceOp, reduce_at: str, unused: str, *, plain: bool) -> N
     if op is Adasum and (not plain or reduce_at == "step"):
         raise NotImplementedError(
             "op=Adasum combines changes of the weights, not gradients: it supports neither groups nor"
-            ' sparse_as_dense, backward_passes_per_step and reduce_at="step"'
+            ' sparse_as_dense and reduce_at="step"'
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,23 @@ from tests.conformance.cases import SECONDS, outcome
 from tests.conformance.endings import ENDINGS
 from tests.mpi.harness import on_ranks, run_mpi
 from tests.mpi.launch import ROOT
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_rank_that_is_alone_by_mistake(launcher: str) -> None:
+    variables = {
+        "torchrun": {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"},
+        "srun": {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    }[launcher]
+    command = [sys.executable, "-c", "import pyhvd as hvd; hvd.init(); print(hvd.size())"]
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"pyhvd.errors.TransportError: {launcher} has started 2 processes, but "), last
+    environment["PYHVD_ALLOW_ALONE"] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60)
+    assert done.stdout == "1\n"
 
 
 @on_ranks(2, 4)

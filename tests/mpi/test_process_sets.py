@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -30,6 +31,26 @@ def _use_all(given: list[hvd.ProcessSet]) -> None:
 @on_ranks(env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"}, warm=True)
 def test_dynamic(case: Case) -> None:
     run(case)
+
+
+@pytest.mark.parametrize("given", ["nothing", "a communicator"])
+@on_ranks(3, timeout=60)
+def test_reductions_of_mpi4py_do_not_stop_the_others(given: str) -> None:
+    """Rank 0 reduces objects by MPI while the others need its background thread for their process set."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD if given == "nothing" else MPI.COMM_WORLD.Dup()
+    pair = hvd.ProcessSet([1, 2])
+    hvd.init(None if given == "nothing" else comm, process_sets=[pair])
+    for round_ in range(2):
+        if hvd.rank():
+            time.sleep(0.3)  # rank 0 is in MPI by then
+            total = hvd.allreduce(np.ones(3), name=f"late.{round_}", op=hvd.Sum, process_set=pair)
+            assert total.tolist() == [2.0] * 3
+        assert comm.allreduce(1.0) == 3.0
+        assert comm.reduce(hvd.rank(), root=1) == (3 if hvd.rank() == 1 else None)
+        assert comm.scan(1) == hvd.rank() + 1
+    hvd.barrier()
 
 
 def _interrupted(call: Callable[[], object]) -> None:

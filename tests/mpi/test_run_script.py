@@ -6,11 +6,14 @@ import ast
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mpi.run_support import bare, pyhvdrun, script
+from pyhvd.common.cgroups import cgroup_limits
+from pyhvd.job.mpi.rank_env import OPENMPI
+from tests.mpi.run_support import LIBRARY, ROOT, bare, pyhvdrun, run, script
 
 SHOW = """
     import json, os, sys
@@ -225,14 +228,34 @@ def test_a_program_that_a_rank_starts_may_be_the_rank(tmp_path: Path) -> None:
     assert (ended.code, ended.out) == (0, "[2.]\n[2.]\n"), ended.err
 
 
+@pytest.mark.parametrize("launcher", ["mpiexec", "pmi"])
+def test_files_of_the_working_directory_shadow_nothing_of_the_launcher(launcher: str, tmp_path: Path) -> None:
+    """Not even a source tree of pyhvd; the script's own folder is on the path, and PYTHONPATH after it."""
+    for name in ("token.py", "selectors.py", "pyhvd/__init__.py", "numpy.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise ImportError(__file__)\n")
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    (folder / "beside.py").write_text("here = True\n")
+    path = script(folder, "import beside, sys, pyhvd as hvd\nhvd.init()\nprint(sys.path[:2])\n")
+    flags = ("--launcher", launcher) if launcher == "pmi" and LIBRARY.family != OPENMPI else ()
+    program = Path(sys.executable).parent / "pyhvdrun"
+    ended = run([sys.executable, str(program), "-n", "2", *flags, path], cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    shown = [line.rpartition(">:")[2] or line for line in ended.out.splitlines()]
+    assert shown == [str([str(folder), str(ROOT)])] * 2
+
+
 def test_omp_num_threads_is_set_and_said_once(tmp_path: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
+    usable = len(os.sched_getaffinity(0))
+    cores = max(1, int(min(usable, cgroup_limits()[0] or usable)))
     path = script(tmp_path, SHOW)
     for ended in (pyhvdrun("-n", 2, path), pyhvdrun("-n", 4, path)):
         threads = seen(ended.out)["threads"]
         said = [line for line in ended.err.splitlines() if "OMP_NUM_THREADS" in line]
         assert len(said) == 1
-        assert said[0].startswith(f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({cores} cores, ")
+        assert said[0].startswith(f"pyhvd: OMP_NUM_THREADS={threads} on each rank (")
+        assert f"{usable} cores, " in said[0]
     assert threads == str(max(1, cores // 4))
 
 

@@ -639,6 +639,37 @@ def test_adasum_combines_steps() -> None:
             torch.testing.assert_close(parameter.detach(), old - 0.1 * parameter.grad)
 
     run_ranks(SIZE, body)
+
+
+@pytest.mark.parametrize("passes", [2, 4])
+def test_adasum_combines_steps_of_several_backward_passes(passes: int) -> None:
+    """As in Horovod's ImageNet example: zero_grad(), a backward pass for each part of a batch, step()."""
+
+    def body() -> None:
+        model, alone = make_model(), make_model()
+        options = {"op": hvd.Adasum, "backward_passes_per_step": passes}
+        own_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(own_optimizer, model.named_parameters(), **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            alone.zero_grad()
+            for part in range(passes):
+                for each in (model, alone):
+                    torch.autograd.backward(loss_of(each, step * passes + part, hvd.rank()) / passes)
+            optimizer.step()
+            with torch.no_grad():
+                steps = [-0.1 * each.grad for each in alone.parameters() if each.grad is not None]
+                for own, change in zip(
+                    alone.parameters(), hvd.grouped_allreduce(steps, op=hvd.Adasum), strict=True
+                ):
+                    own.add_(change)
+            for own, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(own.detach(), wanted.detach())
+
+    run_ranks(SIZE, body)
+
+
+def test_adasum_refuses_what_it_cannot_do() -> None:
     with pytest.raises(NotImplementedError, match="Adasum"):
         hvd.DistributedOptimizer(sgd(make_model()), op=hvd.Adasum, sparse_as_dense=True)
 

@@ -30,6 +30,7 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "autotune_warmup_samples": ("AUTOTUNE_WARMUP_SAMPLES", "0", 0),
     "autotune_steps_per_sample": ("AUTOTUNE_STEPS_PER_SAMPLE", "25", 25),
     "mpi_threads_disable": ("MPI_THREADS_DISABLE", "on", True),
+    "allow_alone": ("ALLOW_ALONE", "1", True),
     "fast_lane": ("FAST_LANE", "off", False),
     "links": ("LINKS", "0", False),
     "link_interfaces": ("LINK_INTERFACES", "eth0, 10.0.0.0/8", "eth0, 10.0.0.0/8"),

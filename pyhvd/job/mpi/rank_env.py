@@ -5,6 +5,7 @@ Decides which process is the rank: its children inherit its variables. Does not 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from pyhvd.common.cgroups import cgroup_limits
 from pyhvd.job.mpi.openmpi.settings import PARAMETERS
 
 GENERATION = "PYHVD_ELASTIC_GENERATION"
@@ -207,7 +209,7 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
     str or None
         The chosen OMP_NUM_THREADS, as a message to print once; None if the user had set it.
     """
-    mine, cores = _count_cores()
+    mine, cores, counted = _count_cores()
     if rank_env.local_size > cores:
         for name, value in _YIELD.get(rank_env.launcher, {}).items():
             environ.setdefault(name, value)
@@ -220,8 +222,8 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
     threads = mine if mine < cores else max(1, cores // rank_env.local_size)
     environ["OMP_NUM_THREADS"] = str(threads)
     bound = f", bound to {mine} each" if mine < cores else ""
-    counted = f"{cores} cores, {rank_env.local_size} local ranks{bound}"
-    return f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({counted}); set it yourself to change this"
+    why = f"{counted}, {rank_env.local_size} local ranks{bound}"
+    return f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({why}); set it yourself to change this"
 
 
 def horovod_variables(host: str, *numbers: int) -> dict[str, str]:
@@ -249,20 +251,22 @@ def let_hangup_end(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("UCX_DEBUG_SIGNO", "0")
 
 
-def _count_cores() -> tuple[int, int]:
-    """Return how many cores this process may use, and how many the job may use on this host.
+def _count_cores() -> tuple[int, int, str]:
+    """Return how many cores this process may use, how many the job may use on this host, and that as text.
 
-    They differ if mpiexec bound this rank to cores of its own: then the job has the cores of mpiexec.
+    They differ if mpiexec bound this rank to cores of its own: then the job has the cores of mpiexec. A quota
+    of time, such as a container's CPU limit, is worth as many cores, rounded down.
     """
-    if not hasattr(os, "sched_getaffinity"):  # macOS: no affinity, no binding
-        cores = os.cpu_count() or 1
-        return cores, cores
-    mine = os.sched_getaffinity(0)
-    try:
-        parents = os.sched_getaffinity(os.getppid())
-    except OSError:
-        parents = mine
-    return len(mine), max(len(mine), len(parents))
+    mine = parents = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        mine = parents = len(os.sched_getaffinity(0))
+        with contextlib.suppress(OSError):
+            parents = len(os.sched_getaffinity(os.getppid()))
+    cores, quota = max(mine, parents), cgroup_limits()[0]
+    if quota is None or quota >= cores:
+        return mine, cores, f"{cores} cores"
+    allowed = max(1, int(quota))
+    return min(mine, allowed), allowed, f"the cgroup's limit of {quota:g} of {cores} cores"
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:

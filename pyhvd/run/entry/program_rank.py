@@ -33,7 +33,6 @@ def _run(control_fd: int) -> int:
     let_hangup_end(os.environ)  # the launcher alone sends SIGHUP, and knows of nohup
     if message is not None and rank_env.rank == 0 and (known is None or not known.number):
         print(message, file=sys.stderr, flush=True)
-    sys.path.insert(0, "")  # the entry that run_script sets, and that -P leaves out
     return run_script(program, rank_env, control.detach())
 
 

@@ -42,6 +42,8 @@ def run_script(program: list[str], rank_env: RankEnv, line_fd: int) -> int:
         from pyhvd.run.entry.missing_script import describe_missing
 
         return ending.report(EXIT, 2, describe_missing(program[0], os.getcwd()))
+    if sys.flags.safe_path:
+        sys.path.insert(0, "")  # the entry that -P leaves out
     sys.path[0] = "" if program[0] == "-c" else os.getcwd()  # as python has it; for a script, mpi4py sets it
     when = time.time()
     try:

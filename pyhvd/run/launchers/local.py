@@ -276,7 +276,8 @@ def _rank_command(options: Options) -> list[str]:
         if word.startswith("-m") or (not word.startswith("-") and flags[-1:] not in (["-X"], ["-W"])):
             break  # -m pyhvd.run, or the pyhvdrun script
         flags.append(word)
-    return [options.python or sys.executable, *flags, "-m", "pyhvd.run", *options.rank_arguments()]
+    # Without -P, modules of the working directory would shadow those of pyhvd and of the standard library.
+    return [options.python or sys.executable, *flags, "-P", "-m", "pyhvd.run", *options.rank_arguments()]
 
 
 def _openmpi_settings(job_dir: str) -> dict[str, str]:

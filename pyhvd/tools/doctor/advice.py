@@ -142,6 +142,12 @@ def _check_shared_memory(facts: DoctorFacts, ranks: int) -> Findings:
             f"there is no {shared.path}: pyhvd uses the directory for temporary files instead, which should"
             " be in memory (tmpfs)",
         )
+    elif not shared.in_memory:
+        yield note(
+            "shared memory",
+            f"{shared.path} is a folder on disk, to which each allreduce is written: mount a tmpfs there, as"
+            " Docker does with --shm-size=1g",
+        )
     elif shared.free < needed:
         yield problem(
             "shared memory",

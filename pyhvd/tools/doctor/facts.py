@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pyhvd
 from pyhvd._version import __version__
+from pyhvd.common.cgroups import cgroup_limits
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_mpiexec, judge_library
 from pyhvd.job.mpi.rank_env import HOROVOD_NUMBERS
@@ -73,6 +74,7 @@ class Shared:
     path: str = "/dev/shm"
     total: int | None = None
     free: int | None = None
+    in_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,29 +185,15 @@ def shared_memory(path: str = "/dev/shm") -> Shared:
         usage = shutil.disk_usage(path)
     except OSError:
         return Shared(path)
-    return Shared(path, usage.total, usage.free)
+    return Shared(path, usage.total, usage.free, _is_in_memory(path))
 
 
-def cgroup_limits(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> tuple[float | None, int | None]:
-    """Return the quota of time (in cores) and of memory (bytes) of this process's cgroups.
-
-    Version 2: the smallest limit from its own group up to the root. Version 1: the limits that a container
-    sees as its own.
-    """
-    times = [(_read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us"))]
-    sizes = [_read(root / "memory/memory.limit_in_bytes")]
-    mine = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), "/")
-    group = root / mine.lstrip("/")
-    for folder in (each for each in (group, *group.parents) if each.is_relative_to(root)):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        times.append((quota, period))
-        sizes.append(_read(folder / "memory.max"))
-    quotas = [int(quota) / int(period) for quota, period in times if quota.isdecimal() and period.isdecimal()]
-    # Version 1 shows no limit as a number close to 2**63.
-    limits = [int(text) for text in sizes if text.isdecimal() and int(text) < 1 << 60]
-    return min(quotas, default=None), min(limits, default=None)
+def _is_in_memory(path: str, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Return whether a folder is on a file system in memory; also if that is not known."""
+    found = {words[1]: words[2] for line in _read(mounts).splitlines() if len(words := line.split()) > 2}
+    place = Path(path).resolve()
+    kind = next((found[str(each)] for each in (place, *place.parents) if str(each) in found), "tmpfs")
+    return kind in ("tmpfs", "ramfs")
 
 
 def _read(path: Path) -> str:

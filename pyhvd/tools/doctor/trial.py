@@ -67,7 +67,7 @@ def run_job(
     """
     with open(folder / "output", "w+b") as output:
         job = subprocess.Popen(
-            [sys.executable, "-m", "pyhvd.run", *arguments],
+            [sys.executable, "-P", "-m", "pyhvd.run", *arguments],
             env=_surroundings(),
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -62,6 +62,10 @@ def mpi_world(comm: object, *, owned: bool = False) -> World:
             "MPI was initialised with a thread level below MPI_THREAD_SERIALIZED, but pyhvd's background"
             " thread calls MPI: initialise it as mpi4py does, with mpi4py.rc.thread_level = 'multiple'"
         )
+    if not owned:
+        # mpi4py duplicates a communicator in its first reduction of objects, and holds the GIL until all of
+        # its ranks have called that: no background thread, which others wait for, could run meanwhile.
+        comm.allreduce(0)
     base = comm if owned else comm.Dup()
     topology = _mpi_topology(base)
     tree = Tree.of(topology.rank, topology.hosts)

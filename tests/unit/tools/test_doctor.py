@@ -49,44 +49,6 @@ def test_units() -> None:
     assert rate(5.214e9) == "5.21 GB/s"
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, (None, None)),
-        ({"cpu.max": "max 100000", "memory.max": "max"}, (None, None)),
-        ({"a/b/cpu.max": "150000 100000", "a/b/memory.max": "1048576"}, (1.5, MIB)),
-        ({"a/b/cpu.max": "400000 100000", "a/cpu.max": "200000 100000"}, (2.0, None)),
-        ({"cpu.max": "50000 100000"}, (0.5, None)),
-        ({"a/other/cpu.max": "1000 100000"}, (None, None)),
-        (
-            {
-                "cpu/cpu.cfs_quota_us": "300000",
-                "cpu/cpu.cfs_period_us": "100000",
-                "memory/memory.limit_in_bytes": str(GIB),
-            },
-            (3.0, GIB),
-        ),
-        (
-            {
-                "cpu/cpu.cfs_quota_us": "-1",
-                "cpu/cpu.cfs_period_us": "100000",
-                "memory/memory.limit_in_bytes": "9223372036854771712",
-            },
-            (None, None),
-        ),
-    ],
-)
-def test_cgroup_limits(files: dict[str, str], expected: tuple[Any, Any], tmp_path: Path) -> None:
-    root = tmp_path / "cgroup"
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    own = tmp_path / "own"
-    own.write_text("1:name=systemd:/x\n0::/a/b\n")
-    assert gathering.cgroup_limits(root, own) == expected
-
-
 def test_secrets_are_not_shown() -> None:
     env = {"PYHVD_CHECK": "1", "HOROVOD_SECRET_KEY": "abc", "PATH": "/bin", "PYHVD_JOB_DIR": "/tmp/x"}
     assert gathering.knob_variables(env) == {"HOROVOD_SECRET_KEY": "(not shown)", "PYHVD_CHECK": "1"}
@@ -98,6 +60,21 @@ def test_no_shared_memory_is_no_error(tmp_path: Path) -> None:
     assert here.total is not None
     assert here.free is not None
     assert 0 <= here.free <= here.total
+
+
+@pytest.mark.parametrize(
+    ("mounts", "expected"),
+    [
+        ("overlay / overlay rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n", True),
+        ("overlay / overlay rw 0 0\ntmpfs /dev tmpfs rw 0 0\n", True),
+        ("overlay / overlay rw 0 0\ntmpfs /dev tmpfs rw 0 0\n/dev/sda1 /dev/shm ext4 rw 0 0\n", False),
+        ("overlay / overlay rw 0 0\n", False),
+        ("", True),
+    ],
+)
+def test_shared_memory_on_a_disk_is_seen(mounts: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "mounts").write_text(mounts)
+    assert gathering._is_in_memory("/dev/shm", tmp_path / "mounts") is expected
 
 
 def test_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,15 @@ HOSTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
         ),
     ),
     (
+        {"shared": Shared("/dev/shm", 16 * GIB, 15 * GIB, in_memory=False)},
+        (
+            "note",
+            "shared memory",
+            "/dev/shm is a folder on disk, to which each allreduce is written: mount a tmpfs there, as Docker"
+            " does with --shm-size=1g",
+        ),
+    ),
+    (
         {"mpi": replace(MPI, error="MPI_Init_thread has not ended within 20 s")},
         (
             "problem",

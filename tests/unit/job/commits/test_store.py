@@ -97,7 +97,7 @@ def test_any_order_of_writers(writes: list[tuple[int, int, str]]) -> None:
             seal, data = found
             assert (seal.generation, seal.number) == max(written)
             assert data in written[max(written)]
-            assert len(store._manifests()) <= 2 + len(written[max(written)])
+            assert len(store._manifests()[0]) <= 2 + len(written[max(written)])
     finally:
         store.clear()
 
@@ -154,7 +154,28 @@ def remove(path: Path) -> str:
     return "is missing"
 
 
-@pytest.mark.parametrize("damage", [cut, change, remove])
+def make_folder(path: Path) -> str:
+    path.unlink()
+    path.mkdir()
+    return "is no file"
+
+
+def make_pipe(path: Path) -> str:
+    """Reading it would wait for a writer."""
+    path.unlink()
+    os.mkfifo(path)
+    return "is no file"
+
+
+def lengthen(path: Path) -> str:
+    """A sparse file, which is larger than memory."""
+    os.truncate(path, 1 << 42)
+    return f"has {1 << 42} bytes" + (
+        " instead of 102" if path.suffix == ".data" else ", more than a manifest"
+    )
+
+
+@pytest.mark.parametrize("damage", [cut, change, remove, make_folder, make_pipe, lengthen])
 def test_what_is_not_whole_is_not_read(tmp_path: Path, damage: Callable[[Path], str]) -> None:
     store = make(tmp_path)
     older = write(store, 1)
@@ -167,6 +188,45 @@ def test_what_is_not_whole_is_not_read(tmp_path: Path, damage: Callable[[Path], 
     with pytest.raises(StoreError) as caught:
         store.read()
     assert str(caught.value) == f"{tmp_path}: no commit is valid: {newest.name} {why}"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("damage", [make_folder, make_pipe, lengthen])
+def test_a_manifest_that_cannot_be_read(tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    store = make(tmp_path)
+    older = write(store, 1)
+    write(store, 2)
+    (newest,) = tmp_path.glob("pyhvd-job1-0-2-*.json")
+    why = damage(newest)
+    assert store.read() == (Seal(1, 0, len(older)), older)
+    assert store.newest() == Seal(1, 0, len(older))
+    write(store, 3)
+    for path in tmp_path.glob("pyhvd-job1-0-[13]-*"):
+        path.unlink()
+    for look in (store.read, store.newest):  # not None, which means that nothing was stored
+        with pytest.raises(StoreError) as caught:
+            look()
+        assert str(caught.value) == f"{tmp_path}: no commit is valid: {newest.name} {why}"
+
+
+@pytest.mark.parametrize("end", [".data", ".json"])
+def test_an_error_of_the_disk(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(tmp_path)
+    older = write(store, 1)
+    write(store, 2)
+    read = store._files.cat_file
+
+    def fail(path: str) -> bytes:
+        if "-0-2-" in path and path.endswith(end):
+            raise OSError(5, "Input/output error")
+        return bytes(read(path))
+
+    monkeypatch.setattr(store._files, "cat_file", fail)
+    assert store.read() == (Seal(1, 0, len(older)), older)
+    for path in tmp_path.glob("pyhvd-job1-0-1-*"):
+        path.unlink()
+    with pytest.raises(StoreError, match=rf"{end} cannot be read: OSError: \[Errno 5\] Input/output error$"):
+        store.read()
 
 
 def test_a_manifest_that_was_changed_is_not_believed(tmp_path: Path) -> None:
@@ -199,6 +259,41 @@ def test_a_full_store_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.Monk
     assert store.read() == (Seal(1, 0, len(data)), data)
     write(store, 3)
     assert names(tmp_path, ".json") == [(0, 1), (0, 3)]
+
+
+def test_a_store_with_room_for_two_commits_drops_the_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path)
+    write_file = store._files.pipe_file
+
+    def write_if_there_is_room(path: str, data: bytes) -> None:
+        full = path.endswith(".data") and len(names(tmp_path, ".data")) == 2
+        write_file(path, data[: len(data) // 2] if full else data)
+        if full:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store._files, "pipe_file", write_if_there_is_room)
+    for number in (1, 2, 3, 4):
+        data = write(store, number)
+        assert store.read() == (Seal(number, 0, len(data)), data)
+    assert names(tmp_path, ".data") == names(tmp_path, ".json") == [(0, 3), (0, 4)]
+
+
+@pytest.mark.parametrize("end", [".data", ".json"])
+def test_a_failed_write_leaves_no_part(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(tmp_path)
+    write_file = store._files.pipe_file
+
+    def write_a_part(path: str, data: bytes) -> None:
+        write_file(path, data[: len(data) // 2] if path.endswith(end) else data)
+        if path.endswith(end):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store._files, "pipe_file", write_a_part)
+    with pytest.raises(StoreError, match=r"commit 1 cannot be stored: OSError: .*Input/output error"):
+        write(store, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

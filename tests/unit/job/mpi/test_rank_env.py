@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from pyhvd.job.mpi import rank_env
 from pyhvd.job.mpi.rank_env import (
     HOROVOD_NUMBERS,
     MPICH,
@@ -39,6 +40,32 @@ def test_ranks_of_elastic_jobs_get_no_shared_memory_of_ucx(
     environ = dict(given)
     set_defaults(RankEnv(launcher, 0, 4, 0, 4), environ)
     assert environ.get("UCX_TLS") == found
+
+
+@pytest.mark.parametrize(
+    ("quota", "mine", "ranks", "threads", "why"),
+    [
+        (None, 64, 4, "16", "64 cores, 4 local ranks"),
+        (None, 4, 4, "4", "64 cores, 4 local ranks, bound to 4 each"),
+        (100.0, 64, 4, "16", "64 cores, 4 local ranks"),
+        (2.0, 64, 2, "1", "the cgroup's limit of 2 of 64 cores, 2 local ranks"),
+        (2.0, 64, 4, "1", "the cgroup's limit of 2 of 64 cores, 4 local ranks"),
+        (8.5, 64, 2, "4", "the cgroup's limit of 8.5 of 64 cores, 2 local ranks"),
+        (0.5, 64, 1, "1", "the cgroup's limit of 0.5 of 64 cores, 1 local ranks"),
+        (8.0, 2, 4, "2", "the cgroup's limit of 8 of 64 cores, 4 local ranks, bound to 2 each"),
+        (2.0, 4, 1, "2", "the cgroup's limit of 2 of 64 cores, 1 local ranks"),
+    ],
+)
+def test_threads_and_yielding_follow_affinity_and_quota(
+    quota: float | None, mine: int, ranks: int, threads: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_env, "cgroup_limits", lambda: (quota, None))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64 if pid else mine), raising=False)
+    environ: dict[str, str] = {}
+    said = set_defaults(RankEnv(OPENMPI, 0, ranks, 0, ranks), environ)
+    assert said == f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({why}); set it yourself to change this"
+    assert environ["OMP_NUM_THREADS"] == threads
+    assert ("OMPI_MCA_mpi_yield_when_idle" in environ) == (ranks > max(1, min(quota or 64, 64)))
 
 
 def _in_a_child(environ: dict[str, str]) -> str:
