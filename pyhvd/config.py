@@ -269,7 +269,7 @@ class Config:
         ConfigEntry("library_options.mpi_threads_disable"),
     )
     allow_alone: bool = _own(
-        False, _bool, "init() takes a single rank, though its launcher has started more processes"
+        False, "init() takes a single rank, though its launcher has started more processes"
     )
     fast_lane: bool = _shared(
         True, "ranks on one node agree and reduce through shared memory; off: through MPI"

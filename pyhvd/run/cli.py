@@ -78,6 +78,7 @@ def parse(
     """
     parser = _parser()
     own, program = _split(list(arguments), parser)
+    program = _after_python(program)
     known = parser.parse_args(_joined(own))
     if known.check_build:
         return Options(program=[], verbose=known.verbose, check_build=True)
@@ -158,14 +159,21 @@ def without_python(arguments: Sequence[str]) -> list[str]:
     own, program = _split(list(arguments), _parser())
     if not program or program[0] in ("-m", "-c"):
         return [*own, *program]
-    if _PYTHON.fullmatch(os.path.basename(program[0])):
-        after = list(itertools.dropwhile("-u".__eq__, program[1:]))
-        if after and (not after[0].startswith("-") or after[0] in ("-m", "-c")):
-            return [*own, *after]
+    if (after := _after_python(program)) != program:
+        return [*own, *after]
     path = program[0] if os.path.isfile(program[0]) else shutil.which(program[0]) or program[0]
     if not os.path.isfile(path) or _is_python_script(path):
         return [*own, path, *program[1:]]
     return [*own, "-c", _REPLACE, *program]
+
+
+def _after_python(program: list[str]) -> list[str]:
+    """Return a program without ``python`` and its option ``-u`` in front: the ranks' Python runs it."""
+    if program and _PYTHON.fullmatch(os.path.basename(program[0])):
+        after = list(itertools.dropwhile("-u".__eq__, program[1:]))
+        if after and (not after[0].startswith("-") or after[0] in ("-m", "-c")):
+            return after
+    return program
 
 
 def _is_python_script(path: str) -> bool:
@@ -189,9 +197,9 @@ def _check_program(program: list[str], parser: argparse.ArgumentParser) -> None:
     if program[0] in ("-m", "-c") and len(program) < 2:
         parser.error(f"argument expected for the {program[0]} option")
     if _PYTHON.fullmatch(os.path.basename(program[0])):
-        rest = shlex.join(program[1:]) or "script.py"
         parser.error(
-            f"the program is a Python script, without {program[0]!r} before it: pyhvdrun -n N {rest}"
+            f"after {program[0]!r} give a script, -m module or -c code, without other options of Python: the"
+            " ranks' Python has those of the launcher's, as in python -O -m pyhvd.run -n N script.py"
         )
 
 

@@ -145,7 +145,7 @@ def read_config_file(path: str, tell: Callable[[str], object]) -> dict[str, str]
         with open(path, encoding="utf-8") as file:
             sections = yaml.safe_load(file) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
-        raise ConfigFileError(f"cannot read {path}: {exc}") from None
+        raise ConfigFileError(f"--config-file: cannot read {path}: {exc}") from None
     table = {setting.entry.name: setting for setting in SETTINGS}
     asked = {}
     for entry, value in _entries(path, sections, table):

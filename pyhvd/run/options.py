@@ -144,4 +144,6 @@ class Options:
             arguments.append("--prefix-timestamp")
         if self.ranks is not None:
             arguments += ["--ranks", ",".join(map(str, sorted(self.ranks)))]
+        if self.program[0].startswith("-") and self.program[0] not in ("-m", "-c"):
+            arguments.append("--")
         return [*arguments, *self.program]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -23,7 +24,7 @@ from pyhvd.job.process.exit_report import (
     is_secondary,
     root_cause,
 )
-from pyhvd.run.cli import parse
+from pyhvd.run.cli import _parser, parse
 from tests.mpi.run_support import (
     LIBRARY,
     MPIEXEC,
@@ -67,8 +68,8 @@ def test_version() -> None:
         (["-n", "2"], "no script"),
         (["-n", "2", "-m"], "argument expected for the -m option"),
         (
-            ["-n", "2", "python", "train.py", "--lr", "1"],
-            "without 'python' before it: pyhvdrun -n N train.py --lr 1",
+            ["-n", "2", "python3", "-O", "train.py"],
+            "after 'python3' give a script, -m module or -c code, without other options of Python",
         ),
         (["-n", "2", "-"], "stdin would reach rank 0 only"),
         (["-n", "2", "--nonsense", "x.py"], "unrecognized arguments: --nonsense"),
@@ -84,7 +85,60 @@ def test_options_end_where_the_program_begins() -> None:
     options = parse(["-np", "3", "--verbose", "a.py", "-n", "5"], under_mpiexec=False)
     assert (options.num_proc, options.verbose, options.program) == (3, True, ["a.py", "-n", "5"])
     assert parse(["--num-proc=3", "-mpkg.mod", "-v"], under_mpiexec=False).program == ["-m", "pkg.mod", "-v"]
-    assert parse(["-n", "1", "--", "-odd.py"], under_mpiexec=False).program == ["-odd.py"]
+    odd = parse(["-n", "1", "--", "-odd.py"], under_mpiexec=False)
+    assert (odd.program, odd.rank_arguments()) == (["-odd.py"], ["--", "-odd.py"])
+
+
+@pytest.mark.parametrize(
+    ("given", "program"),
+    [
+        (["python", "train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
+        (["/usr/bin/python3.11", "-u", "train.py", "-u"], ["train.py", "-u"]),
+        (["python3", "-m", "mypackage.train", "x"], ["-m", "mypackage.train", "x"]),
+        (["python", "-c", "print(1)"], ["-c", "print(1)"]),
+        (["pythonic.py", "train.py"], ["pythonic.py", "train.py"]),
+    ],
+)
+def test_python_before_the_program_is_left_out(given: list[str], program: list[str]) -> None:
+    assert parse(["-n", "2", *given], under_mpiexec=False).program == program
+
+
+@pytest.mark.parametrize("where", [("-n", "2"), ("-H", "localhost:2")])
+def test_a_script_whose_name_begins_with_a_dash(where: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "-evil.py").write_text("import sys; print(sys.argv)\n")
+    ended = run(launcher_command(*where, "--", "-evil.py", "-x"), cwd=tmp_path)
+    assert (ended.code, ended.out) == (0, "['-evil.py', '-x']\n" * 2), ended.err
+
+
+_BAD = [
+    "9" * 5000,
+    "-1",
+    "",
+    "a b",
+    "é",
+    "1e999",
+    "nan",
+    "[::",
+    "h1:1,,h2",
+    "0x1",
+    "{",
+    "{nope}",
+    "%s",
+    "\udcff",
+]
+_FLAGS = [
+    each.option_strings[-1] for each in _parser()._actions if each.option_strings and each.nargs is None
+]
+
+
+@pytest.mark.parametrize("flag", _FLAGS)
+def test_bad_values_are_errors_of_their_option(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No value ends in a traceback; those that are refused are told with the option."""
+    for value in _BAD:
+        with contextlib.suppress(SystemExit):
+            parse(["-n", "1", flag, value, "x.py"], under_mpiexec=False)
+            continue
+        assert flag in capsys.readouterr().err, value
 
 
 @pytest.mark.parametrize(
