@@ -100,7 +100,7 @@ BOUNDS = {
     "remembered_returns": 0,
     "spark": 24,
     "hosts": 56,
-    "restart": 79,
+    "restart": 75,
     "torch_first": 33,
     "torch_later": 3,
 }

@@ -14,7 +14,7 @@ import time
 
 import msgspec
 
-from pyhvd.common.host_id import node_of
+from pyhvd.common.kernel import node_of
 
 
 class ProcessPlace(msgspec.Struct, frozen=True, array_like=True):

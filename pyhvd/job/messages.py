@@ -191,7 +191,7 @@ class Member(msgspec.Struct, frozen=True, tag=True):
     attempt : int
         Spark may retry a task, which is an agent; the attempt with the largest number counts.
     host_hash : str
-        See :func:`pyhvd.common.host_id.host_hash`.
+        See :func:`pyhvd.common.kernel.host_hash`.
     host : str
         Name of its host, for messages.
     slots : int

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyhvd.common.host_id import host_hash
+from pyhvd.common.kernel import host_hash
 from pyhvd.job.agent.agent import LAST_MESSAGES_S, Agent, Dismissed
 from pyhvd.job.agent.rank_process import RankProcess
 from pyhvd.job.messages import Member

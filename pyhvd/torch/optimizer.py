@@ -61,8 +61,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     backward_passes_per_step : int
         Gradients are summed, not averaged, over so many backward passes before they are reduced.
     op : ReduceOp
-        With Adasum each rank steps by itself, from the gradients of all backward passes since, and the ranks
-        combine their changes of the weights.
+        With Adasum each rank steps by itself, and the ranks combine their changes of the weights.
     gradient_predivide_factor : float
         With Average: divide gradients by it before the sum, and multiply by it after.
     num_groups, groups : int, or sequence of sequences of torch.Tensor

@@ -20,7 +20,7 @@ import socket
 import sys
 import tempfile
 
-from pyhvd.common.host_id import node_of
+from pyhvd.common.kernel import node_of
 
 _RING = b"!"
 _LONGEST_MS = 2**31 - 1

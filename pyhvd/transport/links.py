@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pyhvd.common.host_id import node_of
+from pyhvd.common.kernel import node_of
 from pyhvd.transport import link_sharing
 from pyhvd.transport.fabric import Fabric, allgather_bytes
 from pyhvd.transport.link_addresses import HostAddress, candidates, host_addresses

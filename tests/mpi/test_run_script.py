@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pyhvd.common.cgroups import cgroup_limits
+from pyhvd.common.kernel import cgroup_limits
 from pyhvd.job.mpi.rank_env import OPENMPI
 from tests.mpi.run_support import LIBRARY, ROOT, bare, pyhvdrun, run, script
 

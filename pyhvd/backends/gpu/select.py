@@ -12,7 +12,7 @@ from pyhvd.backends.gpu.nccl_bindings import load_library
 from pyhvd.backends.gpu.nccl_init import Refused, open_nccl, usable_version
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
-from pyhvd.common.host_id import boot_id
+from pyhvd.common.kernel import boot_id
 from pyhvd.common.text import describe_ranks, list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
 from pyhvd.transport.fabric import allgather_bytes

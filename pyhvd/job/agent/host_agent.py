@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pyhvd.common.host_id import host_hash
+from pyhvd.common.kernel import host_hash
 from pyhvd.job.agent.agent import LAST_MESSAGES_S, Agent, AgentStoppedError, Dismissed
 from pyhvd.job.agent.elastic_host import ElasticHost
 from pyhvd.job.agent.function_process import FunctionProcess

@@ -163,7 +163,7 @@ class CommitStore:
             for path, data in files.items():
                 self._files.pipe_file(path, data)
         except Exception:
-            self._remove(reversed(files))
+            self._remove(reversed(list(files)))
             raise
 
     def _fetch(self, path: str, size: int | None = None) -> bytes:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from pyhvd.common.cgroups import cgroup_limits
+from pyhvd.common.kernel import cgroup_limits
 from pyhvd.job.mpi.openmpi.settings import PARAMETERS
 
 GENERATION = "PYHVD_ELASTIC_GENERATION"

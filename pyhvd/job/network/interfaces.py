@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pyhvd.common.host_id import node_of
+from pyhvd.common.kernel import node_of
 from pyhvd.job.messages import HostNetwork, Interface
 from pyhvd.transport.link_addresses import host_addresses
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pyhvd
 from pyhvd._version import __version__
-from pyhvd.common.cgroups import cgroup_limits
+from pyhvd.common.kernel import cgroup_limits
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_mpiexec, judge_library
 from pyhvd.job.mpi.rank_env import HOROVOD_NUMBERS

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pyhvd.common.host_id import node_of
+from pyhvd.common.kernel import node_of
 from pyhvd.common.processes import ProcessPlace, ProcessState, here, state_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")

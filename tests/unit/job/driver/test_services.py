@@ -19,7 +19,7 @@ from unittest.mock import patch
 import cloudpickle
 import pytest
 
-from pyhvd.common.host_id import host_hash
+from pyhvd.common.kernel import host_hash
 from pyhvd.common.text import MAX_TEXT
 from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.job.agent.agent import Agent

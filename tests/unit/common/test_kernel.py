@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pyhvd.common.cgroups import cgroup_limits
+from pyhvd.common.kernel import cgroup_limits
 
 MIB, GIB = 1 << 20, 1 << 30
 

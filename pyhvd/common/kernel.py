@@ -1,4 +1,4 @@
-"""Which processes share a kernel, a namespace, or memory.
+"""What the kernel tells of this process: which others share its namespaces and memory, and its limits.
 
 Two tasks can share memory if, and only if, they have the same host hash. Spark's address of an executor does
 not tell: two containers of one machine may have the same, and so may two hosts behind one address
@@ -11,6 +11,7 @@ import hashlib
 import os
 import socket
 import sys
+from pathlib import Path
 
 
 def boot_id() -> str:
@@ -53,3 +54,32 @@ def _identity(path: str) -> str:
     except OSError:
         return ""
     return f"{status.st_dev} {status.st_ino}"
+
+
+def cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> tuple[float | None, int | None]:
+    """Return the quota of time (in cores) and of memory (bytes) of this process's cgroups (cgroups(7)).
+
+    Version 2: the smallest limit from its own group up to the root. Version 1: the limits that a container
+    sees as its own.
+    """
+    times = [(_read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us"))]
+    sizes = [_read(root / "memory/memory.limit_in_bytes")]
+    mine = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), "/")
+    group = root / mine.lstrip("/")
+    for folder in (each for each in (group, *group.parents) if each.is_relative_to(root)):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        times.append((quota, period))
+        sizes.append(_read(folder / "memory.max"))
+    quotas = [int(quota) / int(period) for quota, period in times if quota.isdecimal() and period.isdecimal()]
+    # Version 1 shows no limit as a number close to 2**63.
+    limits = [int(text) for text in sizes if text.isdecimal() and int(text) < 1 << 60]
+    return min(quotas, default=None), min(limits, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
