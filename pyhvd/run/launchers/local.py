@@ -64,7 +64,9 @@ def launch(options: Options) -> int:
         job_dir = folder.path
         settings = {JOB_DIR: job_dir, **options.settings}
         if library.family == OPENMPI:
-            settings |= _openmpi_settings(job_dir)
+            # This is one host, and the user chooses the number of ranks: never refuse for lack of slots. In
+            # the default directory, files of an earlier job or of another user would stop mpiexec.
+            settings |= mpiexec_settings(":oversubscribe", os.environ, library.version, job_dir)
         arguments = ["-n", str(options.num_proc), *options.mpi_args, *options.binding_args]
         command = [mpiexec, *arguments, *_rank_command(options)]
         if options.verbose or options.dry_run:
@@ -277,16 +279,7 @@ def _rank_command(options: Options) -> list[str]:
             break  # -m pyhvd.run, or the pyhvdrun script
         flags.append(word)
     # Without -P, modules of the working directory would shadow those of pyhvd and of the standard library.
-    return [options.python or sys.executable, *flags, "-P", "-m", "pyhvd.run", *options.rank_arguments()]
-
-
-def _openmpi_settings(job_dir: str) -> dict[str, str]:
-    # This is one host, and the user chooses the number of ranks: never refuse for lack of slots.
-    settings = mpiexec_settings(":oversubscribe", os.environ)
-    if "PRTE_MCA_prte_tmpdir_base" not in os.environ:
-        # In the default directory, files of an earlier job or of another user stop mpiexec.
-        settings["PRTE_MCA_prte_tmpdir_base"] = job_dir
-    return settings
+    return [options.python or sys.executable, *(word for word in flags if word != "-P"), "-P", "-m", "pyhvd.run", *options.rank_arguments()]
 
 
 def _die_with_launcher() -> None:

@@ -113,7 +113,7 @@ def environment(environ: Mapping[str, str], settings: Mapping[str, str] = {}) ->
     env = without(environ, *OF_RANKS, *OF_CLUSTERS)
     env |= {name: value for name, value in settings.items() if name.startswith(PARAMETERS)}
     env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
-    return mpiexec_settings("slot", env) | env
+    return mpiexec_settings("slot", env, find_library().version) | env
 
 
 @dataclass(eq=False)

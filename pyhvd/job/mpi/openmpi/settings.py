@@ -12,17 +12,48 @@ PARAMETERS = ("OMPI_MCA_", "PRTE_MCA_")
 _LONGEST_DIRECTORY = 60
 
 
-def mpiexec_settings(mapping_policy: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of mpiexec that the user has not set in `environ`; its arguments win too."""
+# The parameters of PRRTE, and what they are called by Open MPI's own launcher, before version 5.
+_BEFORE_5 = {
+    "PRTE_MCA_rmaps_default_mapping_policy": "OMPI_MCA_rmaps_base_mapping_policy",
+    "PRTE_MCA_hwloc_default_binding_policy": "OMPI_MCA_hwloc_base_binding_policy",
+    "PRTE_MCA_prte_tmpdir_base": "OMPI_MCA_orte_tmpdir_base",
+}
+
+
+def mpiexec_settings(
+    mapping_policy: str, environ: Mapping[str, str], version: str, folder: str = ""
+) -> dict[str, str]:
+    """Return the variables of mpiexec that the user has not set in `environ`; its arguments win too.
+
+    Parameters
+    ----------
+    mapping_policy : str
+        How ranks are placed.
+    environ : mapping of str to str
+        The user's environment.
+    version : str
+        Open MPI's version, such as ``"5.0.11"``.
+    folder : str
+        Where mpiexec makes its session directory; empty: in the default place.
+    """
+    before_5 = is_before_5(version)
     settings = {
         "PRTE_MCA_rmaps_default_mapping_policy": mapping_policy,
         "PRTE_MCA_hwloc_default_binding_policy": "none",
+        **({"PRTE_MCA_prte_tmpdir_base": folder} if folder else {}),
         # Looking for other networks costs 1 s or more of every start. The btl list needs this pml.
         "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "self,sm,tcp",
+        "OMPI_MCA_btl": "self,vader,tcp" if before_5 else "self,sm,tcp",
         **root_settings("OMPI"),
     }
+    if before_5:
+        settings = {_BEFORE_5.get(name, name): value for name, value in settings.items()}
     return {name: value for name, value in settings.items() if name not in environ}
+
+
+def is_before_5(version: str) -> bool:
+    """Return whether Open MPI has its own launcher, and not PRRTE."""
+    return version.partition(".")[0] in ("3", "4")
 
 
 def root_settings(prefix: str) -> dict[str, str]:
