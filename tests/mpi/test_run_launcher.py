@@ -124,7 +124,6 @@ _BAD = [
     "{",
     "{nope}",
     "%s",
-    "\udcff",
 ]
 _FLAGS = [
     each.option_strings[-1] for each in _parser()._actions if each.option_strings and each.nargs is None

@@ -647,7 +647,7 @@ def test_adasum_combines_steps_of_several_backward_passes(passes: int) -> None:
 
     def body() -> None:
         model, alone = make_model(), make_model()
-        options = {"op": hvd.Adasum, "backward_passes_per_step": passes}
+        options: dict[str, Any] = {"op": hvd.Adasum, "backward_passes_per_step": passes}
         own_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = hvd.DistributedOptimizer(own_optimizer, model.named_parameters(), **options)
         for step in range(3):

@@ -17,6 +17,9 @@ _KILLED_WITHIN_S = 2.0
 # How long a terminal may take to pass on what was written: 6 ms were seen with 12 busy processes on 2 cores.
 _TERMINAL_S = 0.1
 
+# What starts ranks on the other hosts of Open MPI's mpiexec, since version 5 and before.
+_DAEMONS = ("prted", "orted")
+
 _claims: list[socket.socket] = []  # held until this process ends
 
 
@@ -74,7 +77,7 @@ def end_job(rank_env: RankEnv, code: int, *, signal_mpiexec: bool) -> None:
     time, before MPI_Init and after MPI_Finalize, it obeys `abort` there and prints no banner.
 
     Open MPI ends the job by itself, but prints a banner below the failure. On the host of mpiexec, whose
-    process is named prterun, SIGTERM ends the job as fast, silently, and always with code 1.
+    process is the parent of the ranks there, SIGTERM ends the job as fast, silently, and always with code 1.
 
     Parameters
     ----------
@@ -94,7 +97,7 @@ def end_job(rank_env: RankEnv, code: int, *, signal_mpiexec: bool) -> None:
             time.sleep(_KILLED_WITHIN_S)
         elif rank_env.launcher == OPENMPI and signal_mpiexec:
             with open(f"/proc/{os.getppid()}/comm", encoding="ascii") as comm:
-                if comm.read().strip() != "prterun":
+                if comm.read().strip() in _DAEMONS:
                     return
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(_KILLED_WITHIN_S)

@@ -279,7 +279,8 @@ def _rank_command(options: Options) -> list[str]:
             break  # -m pyhvd.run, or the pyhvdrun script
         flags.append(word)
     # Without -P, modules of the working directory would shadow those of pyhvd and of the standard library.
-    return [options.python or sys.executable, *(word for word in flags if word != "-P"), "-P", "-m", "pyhvd.run", *options.rank_arguments()]
+    flags = [*(word for word in flags if word != "-P"), "-P"]
+    return [options.python or sys.executable, *flags, "-m", "pyhvd.run", *options.rank_arguments()]
 
 
 def _die_with_launcher() -> None:

@@ -44,7 +44,7 @@ from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.local_server import tell
 from pyhvd.job.mpi.openmpi.rank_proxy import PYTHON
 from pyhvd.job.mpi.openmpi.served_command import ServedCommand
-from pyhvd.job.mpi.openmpi.settings import PARAMETERS, mpiexec_settings
+from pyhvd.job.mpi.openmpi.settings import PARAMETERS, is_before_5, mpiexec_settings
 from pyhvd.job.mpi.rank_env import OF_CLUSTERS, OF_RANKS, OPENMPI, without
 from pyhvd.job.mpi.rendezvous import Driver, RankPlacement, Rendezvous, assign
 from pyhvd.job.process.exit_report import ENDED, SIGNAL
@@ -86,16 +86,17 @@ def host_name(member: Member) -> str:
     return f"h{member.host_hash}"
 
 
-def command_line(mpiexec: str, hosts: Mapping[str, int], extra: Sequence[str]) -> str:
+def command_line(mpiexec: str, hosts: Mapping[str, int], extra: Sequence[str], version: str) -> str:
     """Return the shell command that starts a world; `hosts` has the number of ranks of each host, in order.
 
-    The user's `extra` arguments precede the program, after all others.
+    The user's `extra` arguments precede the program, after all others. `version` is Open MPI's.
     """
+    set_to, plm = ("--mca", "rsh") if is_before_5(version) else ("--prtemca", "ssh")
     proxy = ["/bin/sh", "-c", f'exec "${PYTHON}" -P -m pyhvd.job.mpi.openmpi.rank_proxy']
     # Daemons do not detach, so that they end with their agents; all agents run at the same time.
-    before = ["--leave-session-attached", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent"]
-    after = ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
-    after += ["--prtemca", "plm_ssh_num_concurrent", str(max(len(hosts), 1) + 1)]
+    before = ["--leave-session-attached", set_to, "plm", plm, set_to, f"plm_{plm}_agent"]
+    after = [set_to, f"plm_{plm}_no_tree_spawn", "1"]
+    after += [set_to, f"plm_{plm}_num_concurrent", str(max(len(hosts), 1) + 1)]
     after += ["--host", ",".join(f"{host}:{count}" for host, count in hosts.items())]
     # This directory may be missing on other hosts.
     after += ["--wdir", "/", *extra, "-n", str(sum(hosts.values())), *proxy]
@@ -104,8 +105,8 @@ def command_line(mpiexec: str, hosts: Mapping[str, int], extra: Sequence[str]) -
     return f"printf %s {shlex.quote(script)} > {_AGENT} && chmod 700 {_AGENT} && exec {start}"
 
 
-def environment(environ: Mapping[str, str], settings: Mapping[str, str] = {}) -> dict[str, str]:
-    """Return mpiexec's environment; only MPI's variables in it reach other hosts.
+def environment(environ: Mapping[str, str], version: str, settings: Mapping[str, str] = {}) -> dict[str, str]:
+    """Return the environment of mpiexec of a version; only MPI's variables in it reach other hosts.
 
     Open MPI's parameters in `settings` replace those in `environ`.
     """
@@ -113,7 +114,7 @@ def environment(environ: Mapping[str, str], settings: Mapping[str, str] = {}) ->
     env = without(environ, *OF_RANKS, *OF_CLUSTERS)
     env |= {name: value for name, value in settings.items() if name.startswith(PARAMETERS)}
     env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
-    return mpiexec_settings("slot", env, find_library().version) | env
+    return mpiexec_settings("slot", env, version) | env
 
 
 @dataclass(eq=False)
@@ -172,8 +173,9 @@ class MpiexecRendezvous(Rendezvous):
         hosts = {name: len(placed) for name, placed in self._placed.items()}
         self._size = sum(hosts.values())
         _check_names([group[0].host for group in groups])
-        command = command_line(self.mpiexec, hosts, self.extra)
-        env = environment(os.environ, self.settings)
+        version = find_library().version
+        command = command_line(self.mpiexec, hosts, self.extra, version)
+        env = environment(os.environ, version, self.settings)
         if self.show is not None:
             parameters = shlex.join(
                 f"{name}={env[name]}" for name in sorted(env) if name.startswith(PARAMETERS)

@@ -48,6 +48,7 @@ def mpiexec_settings(
     }
     if before_5:
         settings = {_BEFORE_5.get(name, name): value for name, value in settings.items()}
+        settings["OMPI_MCA_orte_execute_quiet"] = "1"  # no page of text after each failed rank
     return {name: value for name, value in settings.items() if name not in environ}
 
 

@@ -52,8 +52,16 @@ _PATIENCE_S = 30.0
 PROXY = """/bin/sh -c 'exec "$_PYHVD_JOB_PYTHON" -P -m pyhvd.job.mpi.openmpi.rank_proxy'"""
 
 
+def test_command_line_of_open_mpi_4() -> None:
+    command = command_line("/usr/bin/mpiexec", {"ha": 2}, [], "4.1.4")
+    assert command.partition(" && exec ")[2] == (
+        '/usr/bin/mpiexec --leave-session-attached --mca plm rsh --mca plm_rsh_agent "$TMPDIR"/agent'
+        f" --mca plm_rsh_no_tree_spawn 1 --mca plm_rsh_num_concurrent 2 --host ha:2 --wdir / -n 2 {PROXY}"
+    )
+
+
 def test_command_line_of_open_mpi() -> None:
-    command = command_line("/driver/mpi/bin/mpiexec", {"ha": 2, "hb": 1}, ["--map-by", "node"])
+    command = command_line("/driver/mpi/bin/mpiexec", {"ha": 2, "hb": 1}, ["--map-by", "node"], "5.0.11")
     assert command.partition(" && exec ")[2] == (
         "/driver/mpi/bin/mpiexec --leave-session-attached --prtemca plm ssh --prtemca plm_ssh_agent"
         ' "$TMPDIR"/agent --prtemca plm_ssh_no_tree_spawn 1 --prtemca plm_ssh_num_concurrent 3'
@@ -62,7 +70,7 @@ def test_command_line_of_open_mpi() -> None:
 
 
 def test_the_agent_is_a_program_of_the_job_alone(tmp_path: Path) -> None:
-    command = command_line("/bin/echo", {"h": 1}, [])
+    command = command_line("/bin/echo", {"h": 1}, [], "5.0.11")
     env = {"TMPDIR": str(tmp_path), "PATH": os.defpath}
     said = subprocess.run(["/bin/sh", "-c", command], env=env, capture_output=True, text=True, check=True)
     assert f"plm_ssh_agent {tmp_path}/agent --prtemca" in said.stdout
@@ -76,10 +84,13 @@ def test_the_agent_is_a_program_of_the_job_alone(tmp_path: Path) -> None:
 
 def test_environment_of_mpiexec() -> None:
     given = {"PMIX_RANK": "0", "SLURM_JOBID": "7", "OMPI_MCA_pml": "ucx", "A": "b"}
-    env = environment(given, {"OMPI_MCA_btl": "self,tcp", "PATH": "/ranks"})
+    env = environment(given, "5.0.11", {"OMPI_MCA_btl": "self,tcp", "PATH": "/ranks"})
     assert (env["OMPI_MCA_pml"], env["OMPI_MCA_btl"], env["A"]) == ("ucx", "self,tcp", "b")
     assert not {"PMIX_RANK", "SLURM_JOBID", "PATH"} & env.keys()
-    assert environment({})["OMPI_MCA_btl"] == "self,sm,tcp"
+    new, old = environment({}, "5.0.11"), environment({}, "4.1.4")
+    assert (new["OMPI_MCA_btl"], new["PRTE_MCA_rmaps_default_mapping_policy"]) == ("self,sm,tcp", "slot")
+    assert (old["OMPI_MCA_btl"], old["OMPI_MCA_rmaps_base_mapping_policy"]) == ("self,vader,tcp", "slot")
+    assert not any(name.startswith("PRTE_") for name in old)
 
 
 def test_environment_of_a_daemon() -> None:
