@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pyhvd.job.messages import Beat, FromAgent, FromDriver, Member, decode_from_agent, encode
-from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, listen
+from pyhvd.transport.tcp.connection import HANDSHAKE_S, NO_DESCRIPTORS, Connection, Secret, listen
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
 BEAT_S = 1.0
@@ -92,6 +92,7 @@ class ConnectionServer:
     # No peer counts as silent from an earlier time.
     _silent_since: float = field(default_factory=time.monotonic)
     _listeners: list[socket.socket] = field(default_factory=list)
+    _resting: list[socket.socket] = field(default_factory=list)  # listeners, until the next beat
 
     def __post_init__(self) -> None:
         self._most_strangers = self.size + _STRANGERS
@@ -116,6 +117,8 @@ class ConnectionServer:
         beat = now >= self._next_beat
         if beat:
             self._next_beat = now + BEAT_S
+            while self._resting:
+                self._attend(self._resting.pop())
         for peer in list(self.peers):
             if beat and peer.member is not None:
                 peer.send(Beat())
@@ -150,17 +153,27 @@ class ConnectionServer:
     def _listen(self, host: str) -> None:
         listener = listen(host, self._most_strangers)
         self._listeners.append(listener)
+        self._attend(listener)
+
+    def _attend(self, listener: socket.socket) -> None:
         self.selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
+        """Accept one connection; drop the oldest that has not proved the key if there are too many."""
+        most = self._most_strangers
         try:
             sock, _ = listener.accept()
-        except OSError:
-            return
-        if sum(not peer.connection.authenticated for peer in self.peers) >= self._most_strangers:
-            sock.close()
-            return
-        self._add(Peer(Connection(sock, Session(self.secret.reveal(), Role.SERVER))))
+            self._add(Peer(Connection(sock, Session(self.secret.reveal(), Role.SERVER))))
+        except OSError as exc:
+            if exc.errno not in NO_DESCRIPTORS:
+                return
+            most = 0
+        strangers = [peer for peer in self.peers if not (peer.connection.authenticated or peer.adopted)]
+        if len(strangers) > most:
+            self.drop(strangers[0], "did not authenticate itself before others came")
+        elif not most:  # the listener stays ready: this thread would look at it without end
+            self.selector.unregister(listener)
+            self._resting.append(listener)
 
     def _add(self, peer: Peer) -> None:
         self.peers.append(peer)

@@ -15,7 +15,7 @@ from pyhvd.job.driver.discovery import INTERVAL_S
 from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
 from pyhvd.job.machines.member_host import FoundHost
 from pyhvd.job.messages import Hello, Stop, decode_from_agent, encode
-from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, listen
+from pyhvd.transport.tcp.connection import HANDSHAKE_S, NO_DESCRIPTORS, Connection, Secret, listen
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
 # Connections that have not authenticated themselves yet.
@@ -126,13 +126,23 @@ class Arrivals:
             connection.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        while len(self._strangers) < _MOST_STRANGERS:
+        """Accept connections; drop the oldest that have not proved the key if there are too many."""
+        while True:
+            most = _MOST_STRANGERS
             try:
                 peer, (address, *_) = listener.accept()
-            except OSError:
+                connection = Connection(peer, Session(self._secret.reveal(), Role.SERVER))
+                self._strangers.append((connection, address))
+            except OSError as exc:
+                if exc.errno not in NO_DESCRIPTORS or not self._strangers:
+                    return
+                most = 0
+            silent = [each for each in self._strangers if not each[0].authenticated]
+            if len(silent) > most:
+                silent[0][0].close()
+                self._strangers.remove(silent[0])
+            elif not most:
                 return
-            connection = Connection(peer, Session(self._secret.reveal(), Role.SERVER))
-            self._strangers.append((connection, address))
 
     def _know_strangers(self) -> bool:
         """Note those who hold the key and have greeted as tasks; return whether there is a new one."""

@@ -9,6 +9,7 @@ Owns sockets and deadlines; knows nothing of the messages' contents.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import select
@@ -25,6 +26,10 @@ _CHUNK = 1 << 18
 HANDSHAKE_S = 10.0
 """Time limit for a peer to prove that it holds the key, in seconds."""
 
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of accept() for want of something in this process or on its host."""
+# Between two attempts to connect.
+_AGAIN_S = 0.2
 # With more unsent bytes than this, sources of messages should pause.
 _FULL = 1 << 22
 
@@ -215,21 +220,26 @@ class Connection:
 def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE_S) -> Connection:
     """Return a connection to the first of a server's addresses that answers and holds the key.
 
+    Try again after an error: the server drops connections while strangers keep it busy.
+
     Raises
     ------
     ChannelError
         No address did so within `timeout` seconds; the text says why for each.
     """
     until = time.monotonic() + timeout
-    failures = []
-    for place, address in enumerate(addresses):
-        # An address that drops packets must leave time for the others.
-        share = (until - time.monotonic()) / (len(addresses) - place)
-        try:
-            return _connect_one(address, key, max(share, 0.01))
-        except (OSError, ChannelError) as exc:
-            failures.append(f"{address[0]}:{address[1]}: {exc}")
-    raise ChannelError(f"no connection within {timeout:g} s ({'; '.join(failures)})")
+    while True:
+        failures = []
+        for place, address in enumerate(addresses):
+            # An address that drops packets must leave time for the others.
+            share = (until - time.monotonic()) / (len(addresses) - place)
+            try:
+                return _connect_one(address, key, max(share, 0.01))
+            except (OSError, ChannelError) as exc:
+                failures.append(f"{address[0]}:{address[1]}: {exc}")
+        if time.monotonic() + _AGAIN_S >= until:
+            raise ChannelError(f"no connection within {timeout:g} s ({'; '.join(failures)})")
+        time.sleep(_AGAIN_S)
 
 
 def _connect_one(address: Address, key: bytes, timeout: float) -> Connection:

@@ -51,12 +51,14 @@ def serve(listener: socket.socket, key: bytes, kept: list[Connection]) -> None:
         connection.close()
 
 
-def both(listener: socket.socket, key: bytes = KEY) -> tuple[Connection, Connection]:
+def both(
+    listener: socket.socket, key: bytes = KEY, timeout: float = _PATIENCE_S
+) -> tuple[Connection, Connection]:
     kept: list[Connection] = []
     thread = threading.Thread(target=serve, args=(listener, KEY, kept))
     thread.start()
     try:
-        client = connect([listener.getsockname()[:2]], key, _PATIENCE_S)
+        client = connect([listener.getsockname()[:2]], key, timeout)
     finally:
         thread.join(_PATIENCE_S)
     return client, kept[0]
@@ -132,13 +134,32 @@ def test_more_than_the_buffers_hold_waits_without_blocking(listener: socket.sock
 def test_a_wrong_key_is_told_without_the_key(listener: socket.socket) -> None:
     wrong = new_key()
     with pytest.raises(ChannelError, match="no connection within") as caught:
-        both(listener, wrong)
+        both(listener, wrong, 0.5)
     assert wrong.hex() not in str(caught.value)
 
 
 def test_a_server_that_says_nothing_is_given_up(listener: socket.socket) -> None:
     with pytest.raises(ChannelError, match="the server did not answer within"):
         connect([listener.getsockname()[:2]], KEY, 0.2)
+
+
+def test_a_client_that_was_dropped_tries_again(listener: socket.socket) -> None:
+    """The server drops connections while strangers keep it busy."""
+    kept: list[Connection] = []
+
+    def drop_two_and_serve() -> None:
+        for _ in range(2):
+            select.select([listener], [], [], _PATIENCE_S)
+            listener.accept()[0].close()
+        serve(listener, KEY, kept)
+
+    thread = threading.Thread(target=drop_two_and_serve)
+    thread.start()
+    client = connect([listener.getsockname()[:2]], KEY, _PATIENCE_S)
+    thread.join(_PATIENCE_S)
+    assert client.authenticated
+    client.close()
+    kept[0].close()
 
 
 def test_the_next_address_is_tried(listener: socket.socket) -> None:

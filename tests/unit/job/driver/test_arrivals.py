@@ -180,3 +180,16 @@ def test_a_silent_stranger_does_not_stay(
                 return False
 
         wait_until(is_ended, 10.0)
+
+
+def test_silent_strangers_lock_no_task_out(made: tuple[Arrivals, Secret]) -> None:
+    found, secret = made
+    address = ("127.0.0.1", found.ports[0])
+    silent = [socket.create_connection(address) for _ in range(arrivals._MOST_STRANGERS)]
+    assert found.take() == []
+    silent += [socket.create_connection(address) for _ in range(10)]
+    task = connect(found, secret)
+    assert hosts(found, task) == (HOST,)
+    for each in silent:
+        each.close()
+    task.close()

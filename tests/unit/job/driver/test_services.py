@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
@@ -24,7 +25,7 @@ from pyhvd.common.text import MAX_TEXT
 from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.job.agent.agent import Agent
 from pyhvd.job.agent.rank_process import RankProcess
-from pyhvd.job.connections import SILENT_S, Peer
+from pyhvd.job.connections import SILENT_S, ConnectionServer, Peer
 from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.messages import (
     OUTPUT_CREDIT,
@@ -44,7 +45,7 @@ from pyhvd.spark import errors as spark_errors
 from pyhvd.spark.api import as_spark_errors
 from pyhvd.spark.errors import SparkError, reason_of
 from pyhvd.spark.job import CollectJob, serve_tasks
-from pyhvd.transport.tcp.connection import Connection, Secret, connect, new_key
+from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, connect, new_key
 from pyhvd.transport.tcp.session import ChannelError
 from tests.spark_services import PATIENCE_S, Bench, EagerDisplay, drop
 from tests.waiting import wait_gone, wait_until
@@ -420,7 +421,7 @@ def test_strangers_are_refused_and_disturb_nobody() -> None:
 
     def stranger() -> tuple[int, bytes] | None:
         with pytest.raises(ChannelError, match="no connection"):
-            connect(bench.addresses, new_key(), 5)
+            connect(bench.addresses, new_key(), 0.5)
         with socket.create_connection(bench.addresses[0]) as noise:
             noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
         return bench.task(0)()
@@ -428,7 +429,60 @@ def test_strangers_are_refused_and_disturb_nobody() -> None:
     assert bench.run(stranger) == [0]
 
 
-def test_a_task_without_a_driver_ends() -> None:
+def test_silent_strangers_lock_no_task_out() -> None:
+    """There may be more of them than the driver keeps: the oldest goes for each that comes."""
+    bench = Bench(rank, 1, drop)
+
+    def come_late() -> tuple[int, bytes] | None:
+        silent = [socket.create_connection(bench.addresses[0]) for _ in range(80)]
+        try:
+            return bench.task(0)()
+        finally:
+            for each in silent:
+                each.close()
+
+    assert bench.run(come_late) == [0]
+
+
+def wait_for_peers(server: ConnectionServer, count: int) -> None:
+    def there_are() -> bool:
+        server.turn()
+        return len(server.peers) == count
+
+    wait_until(there_are, 10.0)
+
+
+@pytest.mark.parametrize("strangers", [0, 3])
+def test_a_driver_without_descriptors_rests(strangers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its listener stays ready: it does not look at it again and again, and drops strangers."""
+    server = ConnectionServer(Secret(), ["127.0.0.1"], 1, lambda *_: None, lambda *_, waited: None)
+    address = ("127.0.0.1", server.ports[0])
+    silent = [socket.create_connection(address) for _ in range(strangers)]
+    wait_for_peers(server, strangers)
+    silent.append(socket.create_connection(address))
+    tried: list[float] = []
+    accept = socket.socket.accept
+
+    def fail(_: socket.socket) -> tuple[socket.socket, object]:
+        tried.append(time.monotonic())
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", fail)
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            server.turn()
+    assert strangers < len(tried) <= strangers + 3
+    assert server.peers == []
+    assert socket.socket.accept is accept
+    wait_for_peers(server, 1)
+    server.close()
+    for each in silent:
+        each.close()
+
+
+def test_a_task_without_a_driver_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyhvd.transport.tcp.connection._AGAIN_S", HANDSHAKE_S)  # no second attempt
     bench = Bench(rank, 1, drop)
     bench.driver.close()
     with pytest.raises(ChannelError, match="no connection within"):
