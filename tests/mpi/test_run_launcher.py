@@ -290,7 +290,7 @@ def test_failure_is_last_with_prefixes_too() -> None:
 def test_verbose_shows_the_command() -> None:
     ended = pyhvdrun("-n", 1, "--verbose", "-c", "pass")
     assert f"pyhvd: mpi4py is built on {LIBRARY.name}" in ended.err
-    assert f"{MPIEXEC} -n 1 {sys.executable} -m pyhvd.run -c pass" in ended.err
+    assert f"{MPIEXEC} -n 1 {sys.executable} -P -m pyhvd.run -c pass" in ended.err
 
 
 @pytest.mark.any_mpi
