@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pyhvd.job.mpi.flavour import judge_library, judge_mpiexec
+from pyhvd.job.mpi.rank_env import OPENMPI
 from pyhvd.job.process.exit_report import (
     EXCEPTION,
     INTERRUPT,
@@ -291,6 +292,41 @@ def test_verbose_shows_the_command() -> None:
     ended = pyhvdrun("-n", 1, "--verbose", "-c", "pass")
     assert f"pyhvd: mpi4py is built on {LIBRARY.name}" in ended.err
     assert f"{MPIEXEC} -n 1 {sys.executable} -P -m pyhvd.run -c pass" in ended.err
+
+
+@pytest.mark.parametrize("launcher", ["mpiexec", "pmi"])
+@pytest.mark.parametrize("flags", [(), ("--prefix-output",)], ids=["plain", "prefixed"])
+def test_lines_of_two_ranks_are_not_mixed(launcher: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Each rank writes many lines at once, of up to 4,000 bytes."""
+    if launcher == "pmi" and LIBRARY.family == OPENMPI:
+        pytest.skip("Open MPI's ranks speak no PMI-1")
+    path = script(
+        tmp_path,
+        """
+        import os, sys
+        rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+        lines = [f"{rank}:{number}:" + "x" * (60 + number * 97 % 3900) for number in range(6000)]
+        for at in range(0, 6000, 500):
+            sys.stdout.write("\\n".join(lines[at:at + 500]) + "\\n")
+        """,
+    )
+    ended = pyhvdrun("-n", 2, "--launcher", launcher, *flags, path)
+    assert ended.code == 0, ended.err
+    expected = {(str(rank), number, 60 + number * 97 % 3900) for rank in range(2) for number in range(6000)}
+    found = [re.fullmatch(r"(?:\[(\d)\]<stdout>:)?(\d):(\d+):(x+)", line) for line in ended.out.splitlines()]
+    assert {(each[2], int(each[3]), len(each[4])) for each in found if each} == expected
+    assert all(each and each[1] in (None, each[2]) for each in found)
+
+
+@pytest.mark.parametrize("launcher", ["mpiexec", "pmi"])
+def test_what_a_rank_leaves_behind_does_not_keep_the_job(launcher: str, tmp_path: Path) -> None:
+    """Such as TensorBoard, which has the rank's stdout."""
+    if launcher == "pmi" and LIBRARY.family == OPENMPI:
+        pytest.skip("Open MPI's ranks speak no PMI-1")
+    code = "import subprocess; subprocess.Popen(['sleep', '40']); print('done')"
+    ended = pyhvdrun("-n", 2, "--launcher", launcher, script(tmp_path, code))
+    assert (ended.code, sorted(line[-4:] for line in ended.out.splitlines())) == (0, ["done"] * 2), ended.err
+    assert ended.seconds < 20
 
 
 @pytest.mark.any_mpi

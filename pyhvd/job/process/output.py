@@ -7,6 +7,7 @@ import os
 import re
 import select
 import time
+from collections.abc import Iterator
 from typing import BinaryIO
 
 STREAMS = {1: "stdout", 2: "stderr"}
@@ -52,7 +53,10 @@ class LinePrefixer:
         # A carriage return at the end may be the first half of a line's end.
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
         self._begun = data[end:]
-        text = b"".join(self._decorate(line) for line in _LINE.findall(data[:end]))
+        if not (self._prefix or self._timestamp):
+            text, self._continues = data[:end], self._continues and not end
+        else:
+            text = b"".join(self._decorate(line) for line in _LINE.findall(data[:end]))
         return text + self.flush() if len(self._begun) > _LONGEST else text
 
     def flush(self) -> bytes:
@@ -124,6 +128,20 @@ def rank_files(directory: str, rank: int, size: int, failures: set[int]) -> dict
     return {stream: OutputFile(os.path.join(folder, name), failures) for stream, name in STREAMS.items()}
 
 
+def whole_lines(text: bytes, most: int = select.PIPE_BUF) -> Iterator[memoryview]:
+    """Yield a text in pieces that a pipe takes as a whole, so that no line of another rank comes between.
+
+    Each piece has whole lines, and at most `most` bytes unless one line has more. mpiexec reads from the pipe
+    what is there, and passes that on: with larger pieces it would pass on a part of a line.
+    """
+    view, begin = memoryview(text), 0
+    while begin < len(text):
+        last = text.rfind(b"\n", begin, begin + most) + 1
+        end = last or text.find(b"\n", begin) + 1 or len(text)
+        yield view[begin:end]
+        begin = end
+
+
 class Relay:
     """Passes what a rank writes to a descriptor on: if `shown`, to the same one here; unchanged to a file."""
 
@@ -181,15 +199,20 @@ class Relay:
 
     def _show(self, text: bytes) -> None:
         with contextlib.suppress(OSError):  # the reader is gone; the file still gets the output
-            while text and self._shown:
-                text = text[os.write(self._target, text) :]
+            for piece in whole_lines(text) if self._shown else ():
+                while piece:
+                    piece = piece[os.write(self._target, piece) :]
 
 
 def make_relays(
-    rank: int, size: int, directory: str | None, *, prefix: bool, timestamp: bool, shown: bool = True
+    rank: int, size: int, directory: str | None, *, prefix: bool, timestamp: bool, shown: bool, whole: bool
 ) -> list[Relay]:
-    """Return a relay each for stdout and stderr; none if the rank may write to them itself."""
-    if directory is None and not prefix and shown:
+    """Return a relay each for stdout and stderr; none if the rank may write to them itself.
+
+    `whole`: no line of another rank shall come inside of a line, and what the rank leaves behind shall not
+    hold these descriptors.
+    """
+    if directory is None and not prefix and shown and not whole:
         return []
     files = {} if directory is None else rank_files(directory, rank, size, set())
     return [

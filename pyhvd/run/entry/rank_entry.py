@@ -41,6 +41,7 @@ def run_rank(options: Options, rank_env: RankEnv) -> int:
             prefix=options.prefix_output,
             timestamp=options.prefix_timestamp,
             shown=options.ranks is None or rank_env.rank in options.ranks,
+            whole=line is not None,
         )
     except OSError as exc:
         return _refuse(rank_env, line, f"cannot write the files of --output-filename: {exc}")
