@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pyhvd.common.tables import align
+from pyhvd.common.urls import is_url
 from pyhvd.errors import ConfigError
 
 _PREFIXES = ("PYHVD_", "HOROVOD_")
@@ -106,6 +107,12 @@ def _text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("expected text that UTF-8 can encode") from None
+    return text
+
+
+def _path(text: str) -> str:
+    if is_url(_text(text)):
+        raise ValueError("expected a local path, not a URL of another file system")
     return text
 
 
@@ -252,7 +259,10 @@ class Config:
         ConfigEntry("autotune.enabled"),
     )
     autotune_log: str = _own(
-        "", "CSV file in which rank 0 records the search", ConfigEntry("autotune.log_file", "FILE"), parse=str
+        "",
+        "CSV file in which rank 0 records the search",
+        ConfigEntry("autotune.log_file", "FILE"),
+        parse=_path,
     )
     autotune_warmup_samples: int = _own(
         3, "samples to discard before the search", ConfigEntry("autotune.warmup_samples", "N")
@@ -292,6 +302,7 @@ class Config:
         "",
         "record to this file or directory from the start; DYNAMIC: from start_timeline() on",
         ConfigEntry("timeline.filename", "PATH"),
+        parse=_path,
     )
     timeline_mark_cycles: bool = _shared(
         False, "a timeline recorded from the start marks its cycles", ConfigEntry("timeline.mark_cycles")

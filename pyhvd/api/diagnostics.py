@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from pyhvd.common.text import sendable
+from pyhvd.common.urls import is_url
 from pyhvd.engine import context
 from pyhvd.errors import TimelineError
 from pyhvd.negotiation.messages import TimelineOrder
@@ -72,6 +73,8 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
         raise ValueError(f"start_timeline takes a path, not {file_path!r}")
     if "\0" in text or sendable(text) != text:
         raise TimelineError(f"start_timeline takes a path that is text, not {file_path!r}")
+    if is_url(text):
+        raise TimelineError(f"start_timeline takes a local path, not {file_path!r}")
     _order(TimelineOrder(text, bool(mark_cycles), new_job()), "start_timeline")
 
 

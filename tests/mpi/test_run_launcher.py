@@ -73,6 +73,8 @@ def test_version() -> None:
             "after 'python3' give a script, -m module or -c code, without other options of Python",
         ),
         (["-n", "2", "-"], "stdin would reach rank 0 only"),
+        (["-n", "2", "--output-filename", "hdfs:/x", "x.py"], "--output-filename: expected a local path"),
+        (["-n", "2", "--timeline-filename", "s3:/b/x", "x.py"], "--timeline-filename: expected a local path"),
         (["-n", "2", "--nonsense", "x.py"], "unrecognized arguments: --nonsense"),
     ],
 )

@@ -192,6 +192,8 @@ def test_what_is_said_of_numbers(variable: str, text: str, expected: str) -> Non
         ("fast_lane", 1, "expected True or False"),
         ("fast_lane", "off", "expected True or False"),
         ("timeline", 3, "expected a string"),
+        ("timeline", "hdfs:/x", "expected a local path, not a URL of another file system"),
+        ("autotune_log", "s3:/b/x.csv", "expected a local path, not a URL of another file system"),
         ("timeline", "\udcff", "expected text that UTF-8 can encode"),
         ("check", "everything", "expected 0, 1, results, finite or results,finite"),
         ("log_level", "loud", "expected one of trace, debug, info, warning, error, fatal"),

@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from pyhvd.common.urls import fsspec_url
 from pyhvd.job.commits.vault import Seal
 from pyhvd.job.messages import StoreOrder
 
@@ -73,7 +74,7 @@ def open_folder(url: str) -> tuple[Any, str]:
             f'--elastic-store needs fsspec, which is not installed here: pip install "pyhvd[{EXTRA}]"'
         ) from None
     with _as_store_error(url, "cannot be opened"):
-        files, folder = url_to_fs(url)
+        files, folder = url_to_fs(fsspec_url(url))
     return files, str(folder).rstrip("/")
 
 

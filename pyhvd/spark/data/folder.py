@@ -8,24 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
-import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from pyhvd.common.urls import fsspec_url
 from pyhvd.spark.errors import DataError, needed
-
-# Schemes of Hadoop, and fsspec's names for them.
-_SCHEMES = {"s3a": "s3", "s3n": "s3"}
-# A URL without a host, as Hadoop and Databricks write it: hdfs:/x, dbfs:/x.
-_NO_HOST = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a path in a form that is valid in every process: a URL of fsspec, or an absolute local path.
 
-    ``s3a:`` and ``s3n:`` become ``s3:``. ``hdfs:/x`` becomes ``hdfs:///x``. ``dbfs:/x`` becomes ``/dbfs/x``
-    if Databricks has mounted it there.
+    See :func:`pyhvd.common.urls.fsspec_url`.
 
     Raises
     ------
@@ -35,16 +29,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"path={text!r}: expected a folder, as a path or a URL")
-    scheme, colon, rest = text.partition(":")
-    if scheme == "dbfs" and colon and os.path.isdir("/dbfs"):
-        return posixpath.join("/dbfs", rest.lstrip("/"))
-    if scheme in ("file", "local") and colon:  # Hadoop writes file:/x
-        return os.path.abspath("/" + rest.lstrip("/"))
-    if _NO_HOST.match(text):
-        rest = f"//{rest}"
-    elif "://" not in text and "::" not in text:
-        return os.path.abspath(os.path.expanduser(text))
-    return f"{_SCHEMES.get(scheme, scheme)}:{rest.rstrip('/') or '///'}"
+    return fsspec_url(text)
 
 
 class Folder:

@@ -236,6 +236,14 @@ def test_a_manifest_that_was_changed_is_not_believed(tmp_path: Path) -> None:
     assert make(tmp_path).read() is None
 
 
+def test_a_scheme_without_a_host_is_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match="nosuch:/x: cannot be opened: ValueError: "):
+        make("nosuch:/x")
+    write(make(f"file:{tmp_path}/y"), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["y"]
+
+
 def test_a_store_that_is_away(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = make(f"{tmp_path}/file/store")
