@@ -16,6 +16,7 @@ from pyhvd.errors import (
     HostsUpdatedInterrupt,
     InternalError,
     MismatchError,
+    ShutDownError,
     StallError,
 )
 from pyhvd.job.rank.generation_env import MadeRoom
@@ -28,6 +29,9 @@ S = TypeVar("S", bound=State)
 _ENDS_AT_ONCE = (MismatchError, CorruptionError, InternalError, ValueError, StallError)
 # The time in which the agent of a rank that has lost others must have killed it.
 _LAST_WAIT_S = 10.0
+# The same for a rank that has lost one which has ended: perhaps to make room for the next generation.
+_RETURNED_WAIT_S = 1.0
+_TOGETHER = "all ranks must return from the program together, after equally many steps"
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -68,7 +72,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 _flush()
                 state.on_failure()
                 _flush()
-                time.sleep(_LAST_WAIT_S)
+                time.sleep(_RETURNED_WAIT_S if isinstance(exc, ShutDownError) else _LAST_WAIT_S)
+                if isinstance(exc, ShutDownError):
+                    exc.parted = True
+                    exc.args = (f"{exc}, while this rank went on: {_TOGETHER}",)
             raise
 
     return wrapper

@@ -28,7 +28,8 @@ class StartTimeoutError(LaunchError):
 class RankError(Exception):
     """A rank or a host failed, and ended the job; `code` is the exit code, 1 to 255.
 
-    `exception` is the pickled exception of the rank's function, as far as it could be sent.
+    `exception` is the pickled exception of the rank's function, as far as it could be sent. `parted`: ranks
+    have returned while others went on, and would do so again.
     """
 
     def __init__(self, text: str, code: int, rank: int = -1, host: str = "", traceback: str = "") -> None:
@@ -38,6 +39,7 @@ class RankError(Exception):
         self.host = host
         self.traceback = traceback
         self.exception = b""
+        self.parted = False
 
 
 class Interrupted(Exception):

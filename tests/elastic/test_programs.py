@@ -17,10 +17,13 @@ _BEGIN = "import os, signal, sys\nimport pyhvd as hvd\nhvd.init()\nfirst = not h
 _DIE = "if first:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
 
 
-def run(folder: Path, text: str, given: str = "", name: str = "train.py") -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, text: str, given: str = "", name: str = "train.py", ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(_BEGIN + text)
+    size = str(ranks)
     return subprocess.run(
-        [sys.executable, "-m", "pyhvd.run", "-n", "1", "--min-np", "1", name],
+        [sys.executable, "-m", "pyhvd.run", "-n", size, "--min-np", size, name],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         input=given,
@@ -46,3 +49,30 @@ def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
     assert ended.returncode == 1, ended
     assert "can't open file" in ended.stderr.splitlines()[-1], ended
     assert "Traceback" not in ended.stderr, ended
+
+
+@pytest.mark.parametrize("how", ["return", "sys.exit(0)"])
+def test_a_rank_that_returns_before_the_others_is_named_at_once(how: str, tmp_path: Path) -> None:
+    """The next generation would do the same: none is started."""
+    ended = run(
+        tmp_path,
+        f"""
+state = hvd.elastic.ObjectState(step=0)
+@hvd.elastic.run
+def train(state):
+    while state.step < 20:
+        if state.step == 3 and hvd.rank() == 1:
+            {how}
+        hvd.allreduce(1.0, name="x")
+        state.step += 1
+        state.commit()
+train(state)
+""",
+        ranks=3,
+    )
+    assert ended.returncode == 1, ended
+    assert "generation 1" not in ended.stderr, ended
+    assert ended.stderr.splitlines()[-1] == (
+        "pyhvd.errors.ShutDownError: pyhvd has been shut down: rank 1 has ended, while this rank went on: all"
+        " ranks must return from the program together, after equally many steps"
+    )

@@ -426,6 +426,8 @@ class ElasticJob:
         host = getattr(failure, "host", "")
         if failure is None:
             self.membership.generation_over(now, done=done)
+        elif isinstance(failure, RankError) and failure.parted:
+            self.membership.ranks_parted(failure, now)
         elif host in lost:
             self._up.pop(host, None)
             self.membership.host_failed(failure, host, lost.pop(host), now, random.random())

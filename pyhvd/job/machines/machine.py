@@ -33,7 +33,7 @@ from pyhvd.job.machines.failure import FailureAnalysis
 from pyhvd.job.messages import Dialed, FromDriver, Listening, Member
 from pyhvd.job.mpi.rendezvous import RankPlacement
 from pyhvd.job.network.network_choice import NetworkChoice, Wanted
-from pyhvd.job.process.exit_report import ENDED, EXIT, INTERRUPT, LOST, ExitReport, root_cause
+from pyhvd.job.process.exit_report import ENDED, EXIT, INTERRUPT, LOST, PARTED, ExitReport, root_cause
 from pyhvd.job.process.signals import ENDING, GRACE_S, SAY_WAITING_S, describe_waiting
 from pyhvd.job.spec import START_TIMEOUT, NameOf, flag_of
 
@@ -372,7 +372,10 @@ class JobMachine:
             self.blame(*late, 1, now)
         if now >= self._failures.settled_at:
             cause = self._failures.cause(self._by_rank)
-            return [End(self.texts.failure(cause, self._by_rank.get(cause.rank)))]
+            failure = self.texts.failure(cause, self._by_rank.get(cause.rank))
+            if isinstance(failure, RankError):
+                failure.parted = cause.kind == PARTED
+            return [End(failure)]
         if self.placements:
             return [] if late is None else [Say(f"pyhvd: {self._title(late[0])} {late[1]}{GOES_ON}")]
         if not self.all_registered and not self.pool.missing:

@@ -327,6 +327,11 @@ class Membership:
             self._fail_host(cause, host, lost)
         self._stop(now)
 
+    def ranks_parted(self, error: Exception, now: float) -> None:
+        """Note that ranks have returned while others went on: the next generation's would do so, too."""
+        self._give_up(error)
+        self._stop(now)
+
     def generation_over(self, now: float, *, done: bool) -> None:
         """Note that all ranks have returned; if not `done`, that they have left, as asked, or were killed."""
         if not done:

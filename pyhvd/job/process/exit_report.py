@@ -11,7 +11,8 @@ from pyhvd.job.process.signals import describe_exit, shell_code
 # The kinds of failures, by how well they explain a failed job:
 # 1. a rank's own error, exit or death explains all others;
 # 2. an interrupt explains what follows from it;
-# 3. a secondary error only says that another rank failed;
+# 3. a secondary error only says that another rank failed; or, in an elastic job, that one has returned while
+#    this one went on (parted): the ranks of the next generation would do the same;
 # 4. a lost rank reported nothing, and may have been ended together with the job;
 # 5. Open MPI ended the rank, or mpiexec ended, as it does when any rank or host fails.
 EXCEPTION = "exception"
@@ -19,9 +20,10 @@ EXIT = "exit"
 SIGNAL = "signal"
 INTERRUPT = "interrupt"
 SECONDARY = "secondary"
+PARTED = "parted"
 LOST = "lost"
 ENDED = "ended"
-_ORDER = {EXCEPTION: 1, EXIT: 1, SIGNAL: 1, INTERRUPT: 2, SECONDARY: 3, LOST: 4, ENDED: 5}
+_ORDER = {EXCEPTION: 1, EXIT: 1, SIGNAL: 1, INTERRUPT: 2, SECONDARY: 3, PARTED: 3, LOST: 4, ENDED: 5}
 
 # Errors of pyhvd.errors that a rank raises because another rank failed or left; named, to import nothing.
 _SECONDARY_NAMES = {"RankFailedError", "ShutDownError"}
@@ -84,6 +86,13 @@ def describe_unreported(code: int, tentative: str) -> tuple[str, int, str]:
         f"{text} while pyhvd was up, without its exit handlers (as os._exit does):"
         " the other ranks still counted on it; call pyhvd.shutdown() first",
     )
+
+
+def kind_of(exc: BaseException) -> str:
+    """Return the kind of an uncaught exception that is no request to end."""
+    if getattr(exc, "parted", False):
+        return PARTED
+    return SECONDARY if is_secondary(exc) else EXCEPTION
 
 
 def is_secondary(exc: BaseException) -> bool:

@@ -20,7 +20,7 @@ from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process import segments
-from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
+from pyhvd.job.process.exit_report import EXIT, INTERRUPT, SECONDARY, ExitReport, kind_of
 from pyhvd.job.process.rank_line import ENTERING, RESULT, tell, tell_report
 from pyhvd.job.rank.generation_env import MadeRoom
 from pyhvd.job.rank.imports import watch_mpi_import
@@ -85,7 +85,7 @@ def describe_failure(exc: BaseException, rank: int) -> ExitReport:
     if isinstance(exc, KeyboardInterrupt):
         return ExitReport(rank, INTERRUPT, 130, "was interrupted")
     # MPI's errors mostly follow from the loss of another rank.
-    kind = SECONDARY if is_secondary(exc) or isinstance(exc, TransportError) else EXCEPTION
+    kind = SECONDARY if isinstance(exc, TransportError) else kind_of(exc)
     # The frame of run_rank is not the user's.
     traceback = describe_traceback(exc, skip=1)
     return ExitReport(rank, kind, 1, f"failed: {describe_exception(exc)}", traceback=traceback)

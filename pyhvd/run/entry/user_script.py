@@ -18,7 +18,7 @@ from pyhvd.common import launcher_hooks
 from pyhvd.job.mpi.abort import can_end_job, drain_output
 from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process import segments
-from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
+from pyhvd.job.process.exit_report import EXIT, INTERRUPT, ExitReport, kind_of
 from pyhvd.job.process.rank_line import ENTERING, TENTATIVE, UP, tell, tell_report
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.run.horovod_name import offer_horovod
@@ -166,8 +166,7 @@ def _classify(exc: BaseException, who: str) -> tuple[str, int, str]:
     text = _format(exc)
     if isinstance(exc, KeyboardInterrupt):
         return INTERRUPT, 130, f"{text}pyhvd: {who} was interrupted"
-    kind = SECONDARY if is_secondary(exc) else EXCEPTION
-    return kind, 1, f"pyhvd: {who} failed:\n{text}"
+    return kind_of(exc), 1, f"pyhvd: {who} failed:\n{text}"
 
 
 def _format(exc: BaseException) -> str:
