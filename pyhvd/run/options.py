@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT, NameOf, flag_of
@@ -62,6 +63,8 @@ class Options:
         The ranks whose output is shown; None for all.
     settings : dict of str to str
         Variables of the ranks, which override the environment.
+    env : sequence of (str, str)
+        Those of them that ``-x`` names; their values are not shown.
     mpi_args, binding_args : list of str
         The user's arguments for mpiexec; the latter bind ranks to cores.
     launcher : str or None
@@ -102,6 +105,7 @@ class Options:
     ranks: frozenset[int] | None = None
     dry_run: bool = False
     settings: dict[str, str] = field(default_factory=dict)
+    env: Sequence[tuple[str, str]] = ()
     check_build: bool = False
     directory: str | None = None
     python: str | None = None

@@ -296,6 +296,17 @@ def test_verbose_shows_the_command() -> None:
     assert f"{MPIEXEC} -n 1 {sys.executable} -P -m pyhvd.run -c pass" in ended.err
 
 
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("flag", ["--verbose", "--dry-run"])
+def test_values_of_the_users_variables_are_not_shown(flag: str) -> None:
+    ended = pyhvdrun(
+        "-n", 1, flag, "-x", "TOKEN=s3cret", "-c", "import os; assert os.environ['TOKEN'][0] == 's'"
+    )
+    assert ended.code == 0, ended.err
+    assert "s3cret" not in ended.err
+    assert "TOKEN=(not shown)" in ended.err
+
+
 @pytest.mark.parametrize("launcher", ["mpiexec", "pmi"])
 @pytest.mark.parametrize("flags", [(), ("--prefix-output",)], ids=["plain", "prefixed"])
 def test_lines_of_two_ranks_are_not_mixed(launcher: str, flags: tuple[str, ...], tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def launch(options: Options) -> int:
         command = [mpiexec, *arguments, *_rank_command(options)]
         if options.verbose or options.dry_run:
             say(f"pyhvd: mpi4py is built on {library.name}")
-            say("pyhvd: " + shlex.join([*(f"{name}={value}" for name, value in settings.items()), *command]))
+            shown = settings | dict.fromkeys(dict(options.env), "(not shown)")
+            say("pyhvd: " + shlex.join([*(f"{name}={value}" for name, value in shown.items()), *command]))
         if options.dry_run:
             return 0
         return _LocalJob(command, without(os.environ, *OF_ONE_RANK) | settings, job_dir, options).run()
