@@ -239,7 +239,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     _check_dynamic(active, "remove_process_set")
     # First of all, because another thread may get this id for a new set.
     process_set.process_set_id = None
-    ranks = active.dismiss(set_id)
+    ranks = active.process_sets.pop(set_id)
 
     def restore() -> None:
         if active.runtime.ended is None:

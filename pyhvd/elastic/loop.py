@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
+from pyhvd.api.topology import rank
 from pyhvd.elastic.session import RankSession, current
 from pyhvd.elastic.state import State
 from pyhvd.errors import (
@@ -72,8 +73,9 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 _flush()
                 state.on_failure()
                 _flush()
-                time.sleep(_RETURNED_WAIT_S if isinstance(exc, ShutDownError) else _LAST_WAIT_S)
-                if isinstance(exc, ShutDownError):
+                returned = isinstance(exc, ShutDownError) and exc.rank not in (-1, rank())
+                time.sleep(_RETURNED_WAIT_S if returned else _LAST_WAIT_S)
+                if isinstance(exc, ShutDownError) and returned:
                     exc.parted = True
                     exc.args = (f"{exc}, while this rank went on: {_TOGETHER}",)
             raise

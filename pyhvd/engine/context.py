@@ -359,11 +359,6 @@ class Context:
         self._restart(set_id)  # no thread counts in the set before it is registered
         self.process_sets[set_id] = ranks
 
-    def dismiss(self, set_id: int) -> Ranks:
-        """Forget a process set, and restart its counts; return its members."""
-        self._restart(set_id)
-        return self.process_sets.pop(set_id)
-
     def recount(self) -> None:
         """Restart the counts of all process sets, at the same place in the order on every rank.
 

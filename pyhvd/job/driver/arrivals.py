@@ -90,9 +90,10 @@ class Arrivals:
 
     def take(self) -> list[Found | DiscoveryFailed]:
         """Return the tasks whose agents are connected, once a second, and whenever there are others."""
+        changed = self._know_strangers()  # before others come in their place
         for listener in self._listeners:
             self._accept(listener)
-        changed = self._know_strangers()
+        changed |= self._know_strangers()
         gone = [name for name, (connection, _) in self._known.items() if not connection.open]
         for name in gone:
             del self._known[name]
@@ -127,7 +128,7 @@ class Arrivals:
 
     def _accept(self, listener: socket.socket) -> None:
         """Accept connections; drop the oldest that have not proved the key if there are too many."""
-        while True:
+        for _ in range(_MOST_STRANGERS):
             most = _MOST_STRANGERS
             try:
                 peer, (address, *_) = listener.accept()

@@ -426,7 +426,7 @@ class ElasticJob:
         host = getattr(failure, "host", "")
         if failure is None:
             self.membership.generation_over(now, done=done)
-        elif isinstance(failure, RankError) and failure.parted:
+        elif isinstance(failure, RankError) and failure.parted and held.outcome is not Outcome.LEFT:
             self.membership.ranks_parted(failure, now)
         elif host in lost:
             self._up.pop(host, None)

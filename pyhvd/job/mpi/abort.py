@@ -17,8 +17,8 @@ _KILLED_WITHIN_S = 2.0
 # How long a terminal may take to pass on what was written: 6 ms were seen with 12 busy processes on 2 cores.
 _TERMINAL_S = 0.1
 
-# What starts ranks on the other hosts of Open MPI's mpiexec, since version 5 and before.
-_DAEMONS = ("prted", "orted")
+# How the names of Open MPI's mpiexec begin, since version 5 and before.
+_MPIEXECS = ("prterun", "mpiexec", "mpirun", "orterun")
 
 _claims: list[socket.socket] = []  # held until this process ends
 
@@ -97,7 +97,7 @@ def end_job(rank_env: RankEnv, code: int, *, signal_mpiexec: bool) -> None:
             time.sleep(_KILLED_WITHIN_S)
         elif rank_env.launcher == OPENMPI and signal_mpiexec:
             with open(f"/proc/{os.getppid()}/comm", encoding="ascii") as comm:
-                if comm.read().strip() in _DAEMONS:
+                if not comm.read().startswith(_MPIEXECS):  # a daemon, or a script of the user's
                     return
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(_KILLED_WITHIN_S)

@@ -10,11 +10,11 @@ ALLOWED = "PYHVD_ALLOW_ALONE"
 # The launcher, the variable by which it numbers its processes, and the one with how many there are. Slurm's
 # batch script has a number too, but no step.
 _LAUNCHERS = (
+    ("torchrun", "TORCHELASTIC_RUN_ID", "WORLD_SIZE"),  # which srun may have started, once on each node
     ("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     ("PALS's mpiexec", "PALS_RANKID", "PALS_SIZE"),
     ("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("srun", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
-    ("torchrun", "TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
 )
 _REMEDIES = {
     "srun": "let srun tell MPI of them by srun --mpi=pmi2 (MPICH) or srun --mpi=pmix (Open MPI), as Slurm's"

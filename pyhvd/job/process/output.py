@@ -7,7 +7,7 @@ import os
 import re
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 STREAMS = {1: "stdout", 2: "stderr"}
@@ -17,6 +17,9 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 _COLOURS = (36, 33, 32, 35, 34)
 # A line that grows longer than this is passed on in pieces.
 _LONGEST = 1 << 16
+# Between two calls of `meanwhile`, and the longest time for what is left after a rank's end.
+_LOOK_S = 0.1
+_REST_S = 2.0
 
 
 class LinePrefixer:
@@ -143,7 +146,10 @@ def whole_lines(text: bytes, most: int = select.PIPE_BUF) -> Iterator[memoryview
 
 
 class Relay:
-    """Passes what a rank writes to a descriptor on: if `shown`, to the same one here; unchanged to a file."""
+    """Passes what a rank writes to a descriptor on: if `shown`, to the same one here; unchanged to a file.
+
+    It calls `meanwhile` again and again while nobody reads what it passes on.
+    """
 
     def __init__(
         self, target: int, lines: LinePrefixer, file: OutputFile | None, *, shown: bool = True
@@ -155,6 +161,7 @@ class Relay:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         self.closed = False
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def fileno(self) -> int:
         """For selectors."""
@@ -191,7 +198,8 @@ class Relay:
 
     def finish(self) -> None:
         """Pass on the rest after the rank has ended, without waiting for other holders of the pipe."""
-        while not self.closed and select.select([self._read], [], [], 0)[0]:
+        until = time.monotonic() + _REST_S  # another holder may write without end
+        while not self.closed and select.select([self._read], [], [], 0)[0] and time.monotonic() < until:
             self.pump()
         self.flush()
         if self._file is not None:
@@ -201,7 +209,9 @@ class Relay:
         with contextlib.suppress(OSError):  # the reader is gone; the file still gets the output
             for piece in whole_lines(text) if self._shown else ():
                 while piece:
-                    piece = piece[os.write(self._target, piece) :]
+                    while not select.select([], [self._target], [], _LOOK_S)[1]:
+                        self.meanwhile()
+                    piece = piece[os.write(self._target, piece[: select.PIPE_BUF]) :]
 
 
 def make_relays(

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import os
+import select
 import selectors
 import signal
 import sys
@@ -89,6 +90,7 @@ class Supervisor:
         if self._line is not None:
             self._selector.register(self._line, selectors.EVENT_READ, self._read_line)
         for relay in self._relays:
+            relay.meanwhile = self._hear_launcher
             self._selector.register(relay, selectors.EVENT_READ, relay.pump)
 
     def _wait(self, seconds: float) -> None:
@@ -111,6 +113,11 @@ class Supervisor:
             self._stopping = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, number)
+
+    def _hear_launcher(self) -> None:
+        """Follow the launcher's signals also while nobody reads the rank's output."""
+        if self._line is not None and self._line.open and select.select([self._line], [], [], 0)[0]:
+            self._read_line()
 
     def _read_line(self) -> None:
         assert self._line is not None

@@ -18,6 +18,7 @@ _OPENMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3"}
         (_SRUN, "srun has started 4 processes", "srun --mpi=pmi2"),
         ({**_SRUN, "PMI_RANK": "1", "PMI_SIZE": "4"}, "srun has started 4 processes", "--mpi=pmix"),
         (_TORCHRUN, "torchrun has started 8 processes", "pyhvdrun -n 8 train.py"),
+        ({**_SRUN, "SLURM_STEP_NUM_TASKS": "1", **_TORCHRUN}, "torchrun has started 8", "pyhvdrun -n 8"),
         (_MPICH, "MPICH's mpiexec has started 2 processes", "Use the mpiexec of Open MPI 5.0.11"),
         (_OPENMPI, "Open MPI's mpiexec has started 3 processes", "or pyhvdrun"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "the launcher has started 2 processes", "or pyhvdrun"),
