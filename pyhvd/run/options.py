@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT, NameOf, flag_of
@@ -63,7 +62,7 @@ class Options:
         The ranks whose output is shown; None for all.
     settings : dict of str to str
         Variables of the ranks, which override the environment.
-    env : sequence of (str, str)
+    env : list of (str, str)
         Those of them that ``-x`` names; their values are not shown.
     mpi_args, binding_args : list of str
         The user's arguments for mpiexec; the latter bind ranks to cores.
@@ -105,7 +104,7 @@ class Options:
     ranks: frozenset[int] | None = None
     dry_run: bool = False
     settings: dict[str, str] = field(default_factory=dict)
-    env: Sequence[tuple[str, str]] = ()
+    env: list[tuple[str, str]] = field(default_factory=list)
     check_build: bool = False
     directory: str | None = None
     python: str | None = None
