@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pyhvd.common.tables import align
-from pyhvd.common.urls import is_url
+from pyhvd.common.urls import local_path
 from pyhvd.errors import ConfigError
 
 _PREFIXES = ("PYHVD_", "HOROVOD_")
@@ -111,9 +111,7 @@ def _text(text: str) -> str:
 
 
 def _path(text: str) -> str:
-    if is_url(_text(text)):
-        raise ValueError("expected a local path, not a URL of another file system")
-    return text
+    return local_path(_text(text))
 
 
 def _one_of(text: str, words: Sequence[str]) -> str:

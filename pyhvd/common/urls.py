@@ -17,6 +17,13 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
+def local_path(path: str) -> str:
+    """Return a path that is none of another file system; raise ValueError for a URL."""
+    if is_url(path):
+        raise ValueError("expected a local path, not a URL of another file system")
+    return path
+
+
 def fsspec_url(path: str) -> str:
     """Return a path as fsspec knows it: a URL, or an absolute local path.
 

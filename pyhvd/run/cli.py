@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from pyhvd._version import __version__
-from pyhvd.common.urls import is_url
+from pyhvd.common.urls import local_path
 from pyhvd.config import port_range, read_timeout
 from pyhvd.errors import ConfigError
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT
@@ -285,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-filename",
-        type=_local_folder,
+        type=checked(lambda text: os.path.abspath(local_path(text))),
         metavar="DIR",
         help="also write each rank's output to DIR/rank.<rank>/stdout and stderr",
     )
@@ -557,12 +557,6 @@ def _interfaces(text: str) -> list[str]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
-
-
-def _local_folder(text: str) -> str:
-    if is_url(text):
-        raise argparse.ArgumentTypeError(f"expected a local path, not {text!r}")
-    return os.path.abspath(text)
 
 
 def _words(text: str) -> list[str]:

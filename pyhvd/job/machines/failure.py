@@ -13,16 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pyhvd.job.mpi.rendezvous import RankPlacement
-from pyhvd.job.process.exit_report import (
-    ENDED,
-    INTERRUPT,
-    LOST,
-    PARTED,
-    SECONDARY,
-    SIGNAL,
-    ExitReport,
-    root_cause,
-)
+from pyhvd.job.process.exit_report import ENDED, INTERRUPT, LOST, SIGNAL, ExitReport, root_cause
 
 # How long a failure that may follow from another one waits for that one to be reported.
 _BETTER_CAUSE_S = 1.0
@@ -47,7 +38,7 @@ class FailureAnalysis:
     def add(self, report: ExitReport, now: float, *, waited: bool = False) -> None:
         """Note that a rank has failed; `waited` says that the wait for a better cause is over already."""
         self._reports.setdefault(report, now)
-        may_follow = report.kind in (SECONDARY, PARTED, LOST, ENDED, INTERRUPT) or _is_crash(report)
+        may_follow = report.follows_another or report.kind in (LOST, ENDED, INTERRUPT) or _is_crash(report)
         self.settled_at = min(self.settled_at, now + (_BETTER_CAUSE_S if may_follow and not waited else 0.0))
 
     def has(self, rank: int) -> bool:
@@ -63,10 +54,10 @@ class FailureAnalysis:
         lost = (report for report in self._reports if report.kind == LOST)
         elsewhere = (report for report in lost if _first_rank_of_host(by_rank, report.rank) != here)
         first = root_cause(elsewhere)
-        may_follow = cause.kind in (SECONDARY, PARTED) or _is_crash(cause)
+        may_follow = cause.follows_another or _is_crash(cause)
         if first is not None and (may_follow or self._reports[first] + REPORT_S < self._reports[cause]):
             cause = first
-        if cause.kind in (SECONDARY, PARTED, ENDED):
+        if cause.follows_another or cause.kind == ENDED:
             ended = (report for report in self._reports if report.kind == ENDED and report.rank in by_rank)
             by_mpiexec = cause.kind == ENDED  # the rank's end says more than mpiexec's
             cause = root_cause(each for each in ended if by_mpiexec or each.when < cause.when) or cause

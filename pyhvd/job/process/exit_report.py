@@ -57,6 +57,11 @@ class ExitReport:
     traceback: str = ""
     titled: bool = False
 
+    @property
+    def follows_another(self) -> bool:
+        """Whether the rank failed only because another one had failed or left."""
+        return self.kind in (SECONDARY, PARTED)
+
 
 def root_cause(reports: Iterable[ExitReport]) -> ExitReport | None:
     """Return the report that explains the others: the best kind, then the earliest."""

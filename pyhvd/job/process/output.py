@@ -57,7 +57,7 @@ class LinePrefixer:
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
         self._begun = data[end:]
         if not (self._prefix or self._timestamp):
-            text, self._continues = data[:end], self._continues and not end
+            text = data[:end]
         else:
             text = b"".join(self._decorate(line) for line in _LINE.findall(data[:end]))
         return text + self.flush() if len(self._begun) > _LONGEST else text

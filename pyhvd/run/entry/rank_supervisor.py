@@ -20,7 +20,7 @@ from types import FrameType
 
 from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, end_job
 from pyhvd.job.mpi.rank_env import RankEnv
-from pyhvd.job.process.exit_report import EXCEPTION, INTERRUPT, SECONDARY, ExitReport, describe_unreported
+from pyhvd.job.process.exit_report import EXCEPTION, INTERRUPT, ExitReport, describe_unreported
 from pyhvd.job.process.guardian import find_end, signal_group
 from pyhvd.job.process.output import Relay
 from pyhvd.job.process.rank_line import ENTERING, EXIT_HANDLERS_S, REPORT, RankLine
@@ -145,7 +145,7 @@ class Supervisor:
         """Pass the failure on to the launcher at once, as this process may be killed next."""
         self._report = report
         self._tell(REPORT, asdict(report))
-        self._is_first = report.kind != SECONDARY and claim_first_failure(self._parent)
+        self._is_first = not report.follows_another and claim_first_failure(self._parent)
 
     def _describe_end(self, exit_code: int) -> ExitReport:
         """Return the report of a rank that ended without one."""
@@ -184,7 +184,7 @@ class Supervisor:
         if self._is_first:
             return
         self._pause(FIRST_ENDS_JOB_S)
-        if report.kind == SECONDARY and not self._stopping:
+        if report.follows_another and not self._stopping:
             # No rank reported a primary failure: one of the waiting ranks shows its own.
             self._is_first = claim_first_failure(self._parent)
             if not self._is_first:
