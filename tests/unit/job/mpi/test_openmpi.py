@@ -40,7 +40,7 @@ from pyhvd.job.mpi.openmpi.local_server import VARIABLES, LocalServer, call_serv
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, command_line, environment, find
 from pyhvd.job.mpi.openmpi.served_command import ServedCommand
 from pyhvd.job.mpi.pmi import PmiError, PmiServer
-from pyhvd.job.mpi.rank_env import MPICH, OTHER
+from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER
 from pyhvd.job.mpi.rendezvous import assign
 from pyhvd.job.process.exit_report import EXIT, SIGNAL
 from pyhvd.transport.tcp.connection import Connection
@@ -48,6 +48,7 @@ from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
 _PATIENCE_S = 30.0
+_FIND_LIBRARY = "pyhvd.job.mpi.openmpi.rendezvous.find_library"
 
 PROXY = """/bin/sh -c 'exec "$_PYHVD_JOB_PYTHON" -P -m pyhvd.job.mpi.openmpi.rank_proxy'"""
 
@@ -246,9 +247,7 @@ def test_a_rank_proxy_without_open_mpi(environ: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("family", "vendor"), [(MPICH, "MPICH"), (MPICH, "Intel MPI"), (OTHER, "some MPI")])
 def test_an_mpi_other_than_open_mpi(monkeypatch: pytest.MonkeyPatch, family: str, vendor: str) -> None:
-    monkeypatch.setattr(
-        "pyhvd.job.mpi.openmpi.rendezvous.find_library", lambda: Flavour(family, "5.0", vendor)
-    )
+    monkeypatch.setattr(_FIND_LIBRARY, lambda: Flavour(family, "5.0", vendor))
     with pytest.raises(UnsupportedLauncherError, match=f"uses {vendor} 5.0: use launcher='pmi'"):
         find()
 
@@ -323,6 +322,12 @@ def agent(index: int) -> Peer:
 
 
 GROUPS = [[Member(0, 0, "aa", "first"), Member(2, 0, "aa", "first")], [Member(1, 0, "bb", "second", slots=2)]]
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI 5 is the library, also where mpi4py finds another one or none."""
+    monkeypatch.setattr(_FIND_LIBRARY, lambda: Flavour(OPENMPI, "5.0.11", "Open MPI"))
 
 
 @pytest.fixture
