@@ -32,6 +32,9 @@ from pyhvd.transport.fabric import Aborted, LinkLost
 _FRAME = 64
 """Upper bound of the bytes of an ErrorInfo with only kind, rank and text, without its text."""
 
+# Made here: with ranks as threads, several first uses at once may crash msgspec.
+_note_decoder = msgspec.msgpack.Decoder(ErrorInfo)
+
 
 def exception_of(
     info: ErrorInfo, name: str = "", places: Sequence[ProcessPlace] = ()
@@ -87,7 +90,7 @@ def _shorter(info: ErrorInfo) -> Iterator[ErrorInfo]:
 
 def _read(note: bytes) -> ErrorInfo:
     try:
-        return msgspec.msgpack.decode(note, type=ErrorInfo)
+        return _note_decoder.decode(note)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ErrorInfo(
             ErrorKind.RANK_FAILED, "another rank has aborted the collective, and left no word why"

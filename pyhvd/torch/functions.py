@@ -28,6 +28,7 @@ _MESSAGE = 32 << 20
 _STATE = "broadcast_optimizer_state"
 # Made here: with ranks as threads, several first uses at once may crash msgspec.
 _from_rank = msgspec.msgpack.Decoder(tuple[int, bytes])
+_description = msgspec.msgpack.Decoder(Description)
 
 
 def broadcast_parameters(
@@ -171,7 +172,7 @@ def compare(mine: Description, what: str, process_set: ProcessSet) -> list[Descr
     everyone = [_from_rank.decode(each) for each in gathered]
     if all(each == encoded for _, each in everyone):
         return [mine] * len(everyone)
-    by_rank = {number: msgspec.msgpack.decode(each, type=Description) for number, each in everyone}
+    by_rank = {number: _description.decode(each) for number, each in everyone}
     if differences := describe_differences(by_rank):
         raise MismatchError(f"{what}: the ranks differ:\n{differences}", what)
     return list(by_rank.values())

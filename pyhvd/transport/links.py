@@ -132,6 +132,11 @@ class _Card(msgspec.Struct, array_like=True):
     key: bytes = b""
 
 
+# Made here: with ranks as threads, several first uses at once may crash msgspec.
+_card_decoder = msgspec.msgpack.Decoder(_Card)
+_failure_decoder = msgspec.msgpack.Decoder(tuple[int, str])
+
+
 def open_links(
     fabric: Fabric, nodes: Sequence[int], options: LinkOptions, *, agreement: bool
 ) -> Links | NoLinks:
@@ -184,7 +189,7 @@ class _Opening:
             self._mine.key = new_key()
         cards = allgather_bytes(self._fabric, msgspec.msgpack.encode(self._mine))
         wanted = {0, self._layout.leader, *self._layout.peers.values()}
-        known = {rank: msgspec.msgpack.decode(cards[rank], type=_Card) for rank in wanted}
+        known = {rank: _card_decoder.decode(cards[rank]) for rank in wanted}
         dials = {
             role: self._addresses(known[peer])
             for role, peer in self._layout.peers.items()
@@ -275,7 +280,7 @@ class _Opening:
         """Return one rank's failure, the same on all ranks; a rank names the one that says most first."""
         mine = next(((k, text) for k, text in enumerate(failures) if text), (len(failures), ""))
         gathered = allgather_bytes(self._fabric, msgspec.msgpack.encode(mine))
-        every = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in gathered]
+        every = [_failure_decoder.decode(each) for each in gathered]
         return min(every, key=lambda failure: failure[0])[1]
 
     def _tell(self, known: Mapping[int, _Card], made: Mapping[LinkRole, socket.socket]) -> None:

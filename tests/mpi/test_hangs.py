@@ -89,7 +89,7 @@ def test_the_error_says_what_is_known(tmp_path: Path, late: int, idle: str, said
     assert said in shown
     told = [line for line in ended.out.splitlines() if ": {'x': " in line]
     assert told, ended.out
-    assert all(line.endswith(f"{{'x': [{late}]}}, [{late}]") for line in told)
+    assert all(line.endswith(f"{{'x': [{late}]}}, [{late}]") for line in told), ended.out
 
 
 INSIDE = """\

@@ -41,6 +41,10 @@ class RankDevice(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
+# Made here: with ranks as threads, several first uses at once may crash msgspec.
+_rank_decoder = msgspec.msgpack.Decoder(RankDevice)
+
+
 def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[int]) -> DeviceBackend:
     """Return a process set's backend for arrays on devices; collective over the set.
 
@@ -48,7 +52,7 @@ def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[in
     host memory; ``members`` are the set's global ranks.
     """
     mine = msgspec.msgpack.encode(_describe(context.device))
-    ranks = [msgspec.msgpack.decode(data, type=RankDevice) for data in allgather_bytes(host.fabric, mine)]
+    ranks = [_rank_decoder.decode(data) for data in allgather_bytes(host.fabric, mine)]
     by_host = partial(StagedBackend, host, context)
     reason = why_not_nccl(ranks, members)
     if not reason:
