@@ -60,8 +60,9 @@ test: dev openmpi ## every behaviour once for each carrier: unit, ranks as threa
 all-venvs: .venv/.bench .venv-openmpi/.bench .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch
 
 .PHONY: test-all
-test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spark
+test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spark, Debian's MPIs
 	@$(SUITE) --full --all
+	@scripts/test_debian.sh
 
 .PHONY: test-rest
 test-rest: all-venvs ## what test-all adds to test
@@ -146,6 +147,10 @@ test-spark35: spark35 ## run, data and Estimator on Spark 3.5
 .PHONY: test-spark-openmpi
 test-spark-openmpi: .venv-spark-openmpi/.done ## pyhvd.spark.run(launcher="mpiexec") with Open MPI; as root
 	@$(SUITE) spark-openmpi
+
+.PHONY: test-debian
+test-debian: dev ## a wheel under Debian's own Open MPI and MPICH, in a fresh Debian 12; as root, with mmdebstrap
+	@scripts/test_debian.sh $(ARGS)
 
 .PHONY: test-gpu-build
 test-gpu-build: .venv-nvrtc/.done ## the GPU code against NVRTC and CuPy, without a GPU; their wheels take some 230 MB

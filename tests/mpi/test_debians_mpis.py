@@ -1,6 +1,7 @@
 """Jobs under the MPIs of Debian's packages openmpi-bin and mpich, which many hosts have.
 
 mpi4py's wheel looks for MPICH as libmpi.so.12, and Debian has it as libmpich.so.12: a link makes up for it.
+``make test-debian`` runs them in a fresh Debian; elsewhere they are skipped without the packages.
 """
 
 from __future__ import annotations
