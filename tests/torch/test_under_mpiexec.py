@@ -334,7 +334,7 @@ def test_the_recipe_goes_on_after_the_last_whole_epoch(monkeypatch: pytest.Monke
         resumed = _run_blocks("torch_recipe.md")
         hvd.barrier()
     assert (whole["first"], resumed["first"]) == (0, 5)
-    assert resumed["hits"] / resumed["examples"] > 0.9
+    assert resumed["hits"] / resumed["count"] > 0.9
     for one, other in zip(whole["model"].parameters(), resumed["model"].parameters(), strict=True):
         assert torch.equal(one, other)
     optimizers.check_alike(resumed["model"].parameters())
