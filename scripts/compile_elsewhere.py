@@ -42,8 +42,11 @@ def copy_headers(build: Path) -> list[str]:
     platform has it.
     """
     python, missing = build / "python", build / "missing"
-    shutil.copytree(sysconfig.get_path("include"), python, dirs_exist_ok=True)
-    shutil.copy(sysconfig.get_config_h_filename(), python / "pyconfig.h")
+    include = Path(sysconfig.get_path("include"))
+    shutil.copytree(include, python, dirs_exist_ok=True)
+    of_debian = include.parent / str(sysconfig.get_config_var("MULTIARCH")) / include.name / "pyconfig.h"
+    if of_debian.exists():
+        shutil.copy(of_debian, python)
     missing.mkdir(exist_ok=True)
     (missing / "endian.h").write_text("#include <machine/endian.h>\n")
     folders = (python, numpy.get_include())
