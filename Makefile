@@ -218,7 +218,7 @@ docs: .venv-docs/.done ## the site, build/docs, from docs/ and the docstrings; a
 # ---- the code itself
 
 .PHONY: lint
-lint: .venv/.lint ## ruff, mypy --strict, the import contract, cython-lint, clang-format, cppcheck
+lint: .venv/.lint build/zig/.done ## ruff, mypy --strict, the import contract, cython-lint, clang-format, cppcheck, C for macOS and aarch64
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
@@ -228,6 +228,11 @@ lint: .venv/.lint ## ruff, mypy --strict, the import contract, cython-lint, clan
 	@# Fixed macros, so that it checks the code of one platform; exceptions stand in the code, with a reason.
 	.venv/bin/cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,style,performance,portability \
 	  --inline-suppr -D_GNU_SOURCE -D__linux__ -D__x86_64__ -D__GNUC__=12 -D__GLIBC__ -I$(C_ROOT) $(C_ROOT)
+
+build/zig/.done: .venv/.lint $(NATIVE) scripts/compile_elsewhere.py
+	@echo "==> compiling the C for other platforms"
+	@.venv/bin/python scripts/compile_elsewhere.py
+	@touch $@
 
 .PHONY: format
 format: .venv/.lint ## format the code and fix what ruff can fix

@@ -267,7 +267,7 @@ def torch_view(array: Array) -> Any:
 def load_horovod(world: World) -> Any:
     """Return horovod.torch before hvd.init(), or add a note and return None.
 
-    Start Horovod only when its turn comes: its background thread polls, and keeps a core busy from then on.
+    Start Horovod only when its turn comes: its background thread wakes each millisecond from then on.
     """
     if any(importlib.util.find_spec(name) is None for name in ("horovod", "torch")):
         world.note("Horovod: not installed")
@@ -275,7 +275,7 @@ def load_horovod(world: World) -> Any:
     if hasattr(importlib.import_module("horovod"), "__pyhvd__"):
         world.note("Horovod: not installed; import horovod finds pyhvd under its name")
         return None
-    world.note("Horovod: measured after the others, as its background thread keeps a core busy")
+    world.note("Horovod: measured after the others, as its background thread wakes each millisecond")
     return importlib.import_module("horovod.torch")
 
 

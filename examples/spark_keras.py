@@ -61,7 +61,7 @@ def train(store: pyhvd.spark.Store, options: argparse.Namespace) -> list[float]:
     )
     model.set_weights(hvd.broadcast_object(model.get_weights(), root_rank=0))  # pyhvd
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(distribute(keras.optimizers.Adam(options.lr)), loss)  # pyhvd
+    model.compile(distribute(keras.optimizers.Adam(options.lr)), loss, jit_compile=False)  # pyhvd
     data = pyhvd.spark.shard(store.get_train_data_path(), batch_size=options.batch_size, seed=options.seed)
     losses = []
     for epoch in range(options.epochs):

@@ -1,6 +1,7 @@
-"""Relative links in the Markdown files lead somewhere, and generated parts are up to date.
+"""Links in the Markdown files lead somewhere, and generated parts are up to date.
 
-The build of the site checks the links of docs/ again, with their anchors.
+No network: a link to this repository's own address is looked up in the tree. The build of the site checks the
+links of docs/ again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,57 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+OWN_ADDRESS = re.compile(
+    r"https://(?:github\.com/pyhvd/pyhvd/(?P<kind>blob|tree)|raw\.githubusercontent\.com/pyhvd/pyhvd)/main/"
+)
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(path for part in ("docs", "benchmarks", "examples", "compat") for path in ROOT.glob(f"{part}/**/*.md")),
+]
+page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def _prose(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def _targets(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)", _prose(page))
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.M)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def _fault(page: Path, target: str) -> str:
+    """Return why a link does not lead anywhere; empty if it does, or leads to another site."""
+    own = OWN_ADDRESS.match(target)
+    if own is None and re.match(r"https?:", target):
+        return ""
+    path, _, anchor = target.removeprefix(own[0] if own else "").partition("#")
+    leads_to = (ROOT if own else page.parent) / path if path else page
+    if not leads_to.exists():
+        return "no such file"
+    if own and leads_to.is_dir() != (own["kind"] == "tree"):
+        return "GitHub has folders at /tree/ and files at /blob/"
+    return "no such heading" if anchor and anchor not in _anchors(leads_to) else ""
+
+
+@page
 def test_links_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
-    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", prose)
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    faults = {target: _fault(page, target) for target in _targets(page)}
+    assert {target: fault for target, fault in faults.items() if fault} == {}
+
+
+def test_the_page_on_pypi_has_no_relative_links() -> None:
+    """README.md is the long description there, with no files beside it."""
+    targets = _targets(ROOT / "README.md")
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith("https://")] == []
 
 
 def test_the_picture_of_the_packages_is_up_to_date() -> None:

@@ -2,7 +2,8 @@
 
 A fenced block marked ``python`` is run as a script; ``python no-run`` is only compiled. In ``bash``,
 ``console`` and ``sh`` blocks the commands of this project are looked up, not run; so are command lines that
-are only indented. The launcher must accept the options of every command that starts a job.
+are only indented. The launcher must accept the options of every command that starts a job. Shell scripts must
+parse, and the manifest for Kubernetes must start a job.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
 import pytest
+import yaml
 
 from pyhvd.__main__ import COMMANDS as SUBCOMMANDS
 from pyhvd.run import cli
@@ -89,6 +92,29 @@ def test_commands_exist(block: Block) -> None:
         assert importlib.util.find_spec(module), module
     assert set(re.findall(rf"^{prompt}(pyhvd\w*)", block.code, re.MULTILINE)) <= set(scripts)
     assert set(re.findall(rf"^{prompt}make ([a-z0-9-]+)", block.code, re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("block", [block for block in COMMANDS if block.tags == ("bash",)], ids=str)
+def test_script_parses(block: Block) -> None:
+    done = subprocess.run(["bash", "-n"], input=block.code, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_mpijob_starts_a_job_and_has_shared_memory() -> None:
+    (job,) = (yaml.safe_load(block.code) for block in BLOCKS if block.tags == ("yaml",))
+    pods = {name: each["template"]["spec"] for name, each in job["spec"]["mpiReplicaSpecs"].items()}
+    (launcher,), (worker,) = pods["Launcher"]["containers"], pods["Worker"]["containers"]
+    assert launcher["command"][0] == "pyhvdrun"
+    assert cli.parse(launcher["command"][1:], under_mpiexec=False)
+    memory = {each["name"] for each in pods["Worker"]["volumes"] if each["emptyDir"]["medium"] == "Memory"}
+    assert [each["mountPath"] for each in worker["volumeMounts"] if each["name"] in memory] == ["/dev/shm"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_extras_exist(page: Path) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r'"(?:pyhvd|\.)\[([\w,]+)\]"', page.read_text())
+    assert {extra for names in named for extra in names.split(",")} <= set(extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

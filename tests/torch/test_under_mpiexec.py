@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -294,10 +295,46 @@ def test_benchmarks_do_not_take_pyhvd_for_horovod() -> None:
     assert notes == ["Horovod: not installed; import horovod finds pyhvd under its name"]
 
 
-@on_ranks(2, timeout=120)
-def test_the_programs_of_the_page() -> None:
+def _run_blocks(page: str) -> dict[str, Any]:
+    """Run the Python blocks of a page one after the other; return their names."""
     names: dict[str, Any] = {}
     for block in BLOCKS:
-        if block.path.name == "torch.md" and block.tags[:1] == ("python",):
+        if block.path.name == page and block.tags[:1] == ("python",):
             exec(block.code, names)
-    optimizers.check_alike(names["model"].parameters())
+    return names
+
+
+@on_ranks(2, timeout=120)
+def test_the_programs_of_the_page() -> None:
+    optimizers.check_alike(_run_blocks("torch.md")["model"].parameters())
+
+
+@on_ranks(2, timeout=120)
+def test_the_recipe_goes_on_after_the_last_whole_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was interrupted, and one that was not, come to the same weights."""
+
+    def set_epoch(sampler: Any, epoch: int) -> None:
+        if epoch == 5:
+            raise KeyboardInterrupt
+        of_torch(sampler, epoch)
+
+    of_torch = torch.utils.data.DistributedSampler.set_epoch
+    hvd.init()
+    with tempfile.TemporaryDirectory() as own:
+        for folder in ("whole", "interrupted"):
+            Path(own, folder).mkdir()
+        shared = hvd.broadcast_object(own, 0)
+        monkeypatch.setenv("CHECKPOINTS", f"{shared}/whole")
+        whole = _run_blocks("torch_recipe.md")
+        monkeypatch.setenv("CHECKPOINTS", f"{shared}/interrupted")
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.utils.data.DistributedSampler, "set_epoch", set_epoch)
+            with pytest.raises(KeyboardInterrupt):
+                _run_blocks("torch_recipe.md")
+        resumed = _run_blocks("torch_recipe.md")
+        hvd.barrier()
+    assert (whole["first"], resumed["first"]) == (0, 5)
+    assert resumed["hits"] / resumed["count"] > 0.9
+    for one, other in zip(whole["model"].parameters(), resumed["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
+    optimizers.check_alike(resumed["model"].parameters())

@@ -19,6 +19,7 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 FROM_HOROVOD = (ROOT / "docs" / "from_horovod.md").read_text()
 RUN = (ROOT / "docs" / "run.md").read_text()
 MANY_HOSTS = (ROOT / "docs" / "many_hosts.md").read_text()
+FAQ = (ROOT / "docs" / "faq.md").read_text()
 
 
 def _rows(text: str, first_cell: str) -> list[list[str]]:
@@ -119,3 +120,15 @@ def test_the_states_of_a_cached_call_are_those_of_the_code() -> None:
 def test_agents_of_clusters_are_the_codes() -> None:
     for agent in (small.KUBERNETES_AGENT, small.LSF_AGENT, slurm.AGENT):
         assert f"`{agent}`" in MANY_HOSTS
+
+
+def test_symptoms_quote_what_pyhvd_says() -> None:
+    """Dots stand for what an error's text has in its place."""
+    code = "".join(path.read_text() for path in (ROOT / "pyhvd").rglob("*.py"))
+    said = re.sub(r'"\n\s*f?"', "", code)
+    symptoms = [row.split("|")[1] for row in re.findall(r"^\| .*`.*$", FAQ, re.M)]
+    quoted = [text for symptom in symptoms for text in re.findall(r"`([^`]* [^`]*)`", symptom)]
+    assert len(quoted) > 8
+    theirs = {"cannot load MPI library"}  # mpi4py's
+    pieces = {piece.strip() for text in quoted if text not in theirs for piece in text.split("...")}
+    assert {piece for piece in pieces if piece not in said} == set()

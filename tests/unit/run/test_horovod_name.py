@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 
 from pyhvd.run.cli import _REPLACE, without_python
 from pyhvd.run.horovod_name import AS_HOROVOD, explain_two_owners, find_horovod, offer_horovod
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -97,3 +101,15 @@ def test_commands_of_horovodrun(site: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (site / "python").write_bytes(b"\x7fELF")
     (site / "python").chmod(stat.S_IRWXU)
     assert without_python(["python", "-O", "x.py"]) == ["-c", _REPLACE, "python", "-O", "x.py"]
+
+
+@pytest.mark.parametrize("folder", ["pyhvd/aliases/on_path", "compat/horovod"])
+def test_the_name_tells_that_it_is_pyhvd(folder: str) -> None:
+    """docs/from_horovod.md promises all three to libraries that look for Horovod."""
+    program = "import horovod as h; print(h.__pyhvd__, h.__version__.split('+')[0], h.__file__)"
+    path = ROOT / folder
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout == f"True 0.28.1 {path}/horovod/__init__.py\n"

@@ -2,11 +2,11 @@
 #include "agreement/agreement.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <signal.h>
 #include <stddef.h>
 #include <string.h>
-#include <sys/socket.h>
+
+#include "common/portable.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -544,8 +544,7 @@ void pyhvd_agreement_poll(const pyhvd_ready_table *t, int bell, int64_t ns) {
         short events = waits(peer) ? POLLIN | POLLOUT : POLLIN;
         polls[n++] = (struct pollfd){.fd = a->fds[g], .events = events};
     }
-    struct timespec limit = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
-    ppoll(polls, n, &limit, NULL);
+    pyhvd_poll(polls, n, ns);
     if (polls[0].revents) pyhvd_empty_bell(bell);
 }
 
@@ -618,14 +617,12 @@ static int64_t beat(pyhvd_ready_table *t) {
 static void *beat_on(void *table) {
     pyhvd_ready_table *t = table;
     pyhvd_agreement *a = t->agreement;
-    struct timespec until;
     pthread_mutex_lock(&a->mutex);
     while (a->beating) {
         pthread_mutex_unlock(&a->mutex);
         int64_t at = pyhvd_after(beat(t));
-        until = (struct timespec){(time_t)(at / 1000000000), (long)(at % 1000000000)};
         pthread_mutex_lock(&a->mutex);
-        while (a->beating && !pthread_cond_timedwait(&a->ended, &a->mutex, &until)) {
+        while (a->beating && !pyhvd_cond_wait_until(&a->ended, &a->mutex, at)) {
         }
     }
     pthread_mutex_unlock(&a->mutex);
@@ -634,11 +631,7 @@ static void *beat_on(void *table) {
 
 int pyhvd_agreement_start_beats(pyhvd_ready_table *t) {
     pyhvd_agreement *a = t->agreement;
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&a->ended, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    pyhvd_cond_init(&a->ended);
     pthread_mutex_init(&a->mutex, NULL);
     a->beating = 1;
     sigset_t all, before;

@@ -3,15 +3,12 @@
 
 #include <errno.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
+
+#include "common/portable.h"
 
 #define HEADER sizeof(pyhvd_frame)
 #define PARTS 8 /* frames in one system call, at most */
-
-#ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0
-#endif
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
