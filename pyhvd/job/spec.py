@@ -1,7 +1,7 @@
-"""What a job runs, and how long its parts may take: every launcher makes such a description.
+"""The job spec: what a job runs, and how long its parts may take. Every launcher makes one.
 
-Errors name the options by which users say so. A launcher passes a :data:`NameOf` down to the code that makes
-texts: ``pyhvdrun`` passes :data:`flag_of`, and ``pyhvd.launch`` and ``pyhvd.spark`` pass :data:`argument_of`.
+Errors name options as the user gives them. A launcher passes a :data:`NameOf` to the code that makes texts:
+``pyhvdrun`` passes :data:`flag_of`, and ``pyhvd.launch`` and ``pyhvd.spark`` pass :data:`argument_of`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # the supervisor of a rank reads options, and must not import msgspec
+if TYPE_CHECKING:  # supervisors import this module, and must not import msgspec
     from pyhvd.job.messages import StoreOrder
 
 
 class Option(NamedTuple):
-    """An option.
+    """An option that errors may name.
 
     Attributes
     ----------
@@ -25,9 +25,9 @@ class Option(NamedTuple):
     argument : str
         The argument of ``pyhvd.launch``, ``pyhvd.spark`` and the like.
     suffix : str
-        The part of its variable after the prefix; empty without a variable.
+        The option's variable without the prefix ``PYHVD_``; empty if it has no variable.
     default : float
-        Its value if it is not given.
+        The option's value if neither the option nor the variable is given.
     """
 
     flag: str
@@ -37,12 +37,12 @@ class Option(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The text about the default in ``--help``."""
+        """The text in ``--help`` that says where the default comes from."""
         return f"PYHVD_{self.suffix}, or {self.default:g}"
 
 
 NameOf = Callable[[Option], str]
-"""Returns an option's name."""
+"""Returns the name under which the user knows an option."""
 
 flag_of: NameOf = attrgetter("flag")
 argument_of: NameOf = attrgetter("argument")
@@ -63,16 +63,16 @@ OUTPUT_FILENAME = Option("--output-filename", "output_filename")
 
 @dataclass(frozen=True)
 class ElasticSpec:
-    """What is kept of a job whose ranks are started again.
+    """The settings that only an elastic job has.
 
     Attributes
     ----------
     max_size : int
         The most ranks that the job may have; 0 without a limit.
     preemption_command : str
-        A shell command of each host that succeeds when the host will be taken away; empty without one.
+        A shell command that each agent runs; exit code 0: its host will be taken away. Empty for none.
     store : StoreOrder or None
-        Where commits are stored.
+        The elastic store for commits; None without one.
     """
 
     max_size: int = 0
@@ -82,27 +82,28 @@ class ElasticSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What the ranks of a job run.
+    """What a job runs, and its time limits.
 
     Attributes
     ----------
     code : bytes
         A pickled function with its arguments, or a :class:`~pyhvd.job.agent.rank_process.Program`.
     function : bool
-        Whether it is a function that agents on hosts call, which then stay for a next job.
+        Whether `code` is a function for agents of hosts, which may then stay for the next job. The agents of
+        ``pyhvd.spark.run`` call a function in any case.
     env : mapping of str to str
-        Variables of the ranks, in addition to each agent's own.
+        Variables of the ranks, in addition to those of each rank's agent.
     executable : str or None
         The ranks' Python; None for the agents' own.
     start_timeout : float
         Time limit in seconds for all agents to register, and for the ranks to find each other.
     ends_late : bool
-        Whether a rank ends the job if it calls ``init()`` later than `start_timeout` after the first rank. If
-        not, the late rank is only named.
+        Whether the job ends if a rank calls ``init()`` more than `start_timeout` after the first rank. If
+        not, a warning names the late rank.
     name_of : NameOf
-        The names of options in errors.
+        Returns the names of options for errors.
     elastic : ElasticSpec or None
-        What is kept when ranks are started again; None if the first failure ends the job.
+        The settings of an elastic job; None if the job is not elastic, so that its first failure ends it.
     """
 
     code: bytes

@@ -1,7 +1,7 @@
-"""Facts for arrays on GPUs: CuPy, NCCL, devices, and the path that arrays would take.
+"""Facts for arrays on GPUs: CuPy, NCCL, devices, and the way by which arrays would be reduced.
 
-As a program it prints the facts as JSON: with a broken driver, code that starts CUDA may hang or end the
-process. The rest is pure.
+:func:`probe_cuda` runs this module as a program, which prints the facts as JSON: with a broken driver, CUDA
+may hang or crash the process that starts it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 import msgspec
+
+from pyhvd.job.process.signals import describe_exit
 
 _PROBE_S = 30.0
 
@@ -34,13 +36,13 @@ class CudaFacts:
     Attributes
     ----------
     driver, runtime : str
-        The newest CUDA of the driver, and the CUDA of CuPy.
+        The newest CUDA version that the driver supports, and the CUDA version that CuPy uses.
     compiler : str
         NVRTC's version; without NVRTC pyhvd's kernels cannot be compiled.
     devices : list of CudaDevice
         Devices visible to this process (CUDA_VISIBLE_DEVICES).
     errors : dict of str to str
-        Unknown facts, and the reasons.
+        The reason for each fact that could not be found.
     """
 
     cupy: str = ""
@@ -54,7 +56,7 @@ class CudaFacts:
     def way(self) -> str:
         """Return how arrays on GPUs would be reduced."""
         if not self.cupy:
-            return "not taken: CuPy is not there"
+            return "not taken: CuPy is missing, or cannot be imported"
         if not self.devices:
             return "none, as CUDA sees no device"
         if not self.nccl or not self.compiler:
@@ -65,20 +67,21 @@ class CudaFacts:
 
 
 def probe_cuda(timeout: float = _PROBE_S) -> CudaFacts:
-    """Ask CuPy in a child process, for ``timeout`` seconds at most."""
+    """Call :func:`look` in a child process, for at most `timeout` seconds."""
     command = [sys.executable, "-W", "ignore", "-m", __name__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        return CudaFacts(errors={"CuPy": f"has not said what it sees within {timeout:g} s"})
+        return CudaFacts(errors={"CuPy": f"the process that asked it did not answer within {timeout:g} s"})
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return CudaFacts(errors={"CuPy": f"the process that asked it ended with {done.returncode}: {last}"})
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        ended = describe_exit(done.returncode)
+        return CudaFacts(errors={"CuPy": f"the process that asked it {ended}: {last}"})
     return msgspec.json.decode(done.stdout, type=CudaFacts)
 
 
 def look() -> CudaFacts:
-    """Ask CuPy in this process; an unknown fact becomes the text of an error."""
+    """Ask CuPy in this process; for each fact that fails, note the reason in `errors`."""
     try:
         import cupy
     except ImportError as exc:
@@ -114,7 +117,7 @@ def look() -> CudaFacts:
 
 
 def _cuda_version(number: int) -> str:
-    """Return CUDA's number of a version, 12080, as text: ``"12.8"``; 0, for none, as nothing."""
+    """Return the text of a CUDA version: ``"12.8"`` for 12080; empty for 0, which means none."""
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 

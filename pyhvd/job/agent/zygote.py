@@ -1,17 +1,17 @@
-"""``python -P -m pyhvd.job.agent.zygote CHANNEL``: a process that has done its imports, and forks ranks.
+"""``python -P -m pyhvd.job.agent.zygote CHANNEL``: a process that imports modules, then forks ranks.
 
-The agent of a host has one in an elastic job: a rank that is forked begins its program in milliseconds. Each
-request holds a rank's variables and descriptors; the child becomes the rank's guardian, as if it had been
-started by a command.
+In an elastic job each host's agent has a zygote: a forked rank begins its program in milliseconds. CHANNEL is
+the descriptor of a socket to the agent. Each request on it holds a rank's variables and descriptors. The
+forked child becomes the rank's guardian, as if a command had started it.
 
 Invariants
 ----------
-1. The zygote runs none of the user's code, and does not initialise MPI or CUDA. It imports installed modules
-   alone: those that the program imports at its top.
-2. It forks only while all its other threads are made for it: OpenBLAS stops its own at a fork, and jemalloc
-   holds its locks. A module that leaves other threads behind, or initialises MPI or CUDA all the same, is
-   named, and makes it unfit: the ranks are then started by commands.
-3. It ends when the agent's end of the channel closes. Its ranks do not: they have guardians.
+1. The zygote does not run the user's code. It imports only installed modules: those that every rank imports,
+   those that the program imports at its top, and those that the user named.
+2. The zygote forks only if its other threads tolerate a fork: OpenBLAS stops its threads before a fork, and
+   jemalloc takes its own locks. If a module starts other threads, or initialises MPI or CUDA, the zygote is
+   unfit: it names that module to the agent, and commands start the ranks.
+3. The zygote ends when the agent's end of the channel closes. Its ranks go on: each has a guardian.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from pyhvd.job.mpi.rank_env import read_rank_env, set_defaults
 from pyhvd.job.process.guardian import die_with_parent
 
 MAX_REQUEST = 1 << 20
-_FIRST_FREE = 512  # descriptors of a request wait from here on, until their numbers are free
+_FIRST_FREE = 512  # the lowest number of a request's descriptors until they get their own numbers
 _LENGTH = 4
 _TASKS = "/proc/self/task"
-# By name: jemalloc's, which pyarrow brings; it takes its locks before a fork, and starts its thread anew.
+# Threads that tolerate a fork, by name. jemalloc, which pyarrow contains, takes its locks before a fork, and
+# starts its thread again in the child.
 _SAFE_THREADS = ("jemalloc_bg_thd",)
-# The ranks that commands start beside the zygote begin first.
+# The imports begin after this time, so that they do not slow the first ranks, which commands start.
 _FIRST_RANKS_S = 1.0
 _OWN = (
     "numpy",
@@ -57,18 +58,18 @@ _OWN = (
     "pyhvd.run.entry.user_script",
     "pyhvd.transport.links",
 )
-"""What every rank imports, but for MPI."""
+"""Modules that every rank imports, except MPI's."""
 
 
 class Preload(msgspec.Struct, frozen=True, tag=True):
-    """Agent to zygote, first: what to import.
+    """The agent's first message to the zygote: what to import.
 
     Attributes
     ----------
     program : list of str
-        The ranks' program, which is read but not run.
+        The ranks' program and its arguments. The zygote reads the program, and does not run it.
     directory : str
-        Where they run: modules from there are the user's, and are left out.
+        The ranks' working directory. Modules in it are the user's, and are not imported.
     names : list of str
         Modules besides those that the program imports at its top.
     """
@@ -79,7 +80,7 @@ class Preload(msgspec.Struct, frozen=True, tag=True):
 
 
 class ZygoteReady(msgspec.Struct, frozen=True, tag=True):
-    """Zygote to agent: it can fork; or it cannot, because a module does what this text says."""
+    """Zygote to agent: its imports are done. `unfit` says why it may not fork; empty if it may."""
 
     unfit: str = ""
 
@@ -90,15 +91,15 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
     Attributes
     ----------
     module : str
-        The guardian's program.
+        The guardian's module.
     arguments : list of str
-        Its arguments.
+        The guardian's arguments.
     env : dict of str to str
-        Its variables, all of them.
+        The guardian's whole environment.
     directory : str
-        Where it runs.
+        The guardian's working directory.
     numbers : list of int
-        The number that each descriptor shall have.
+        The number that each descriptor gets in the guardian.
     """
 
     module: str
@@ -119,7 +120,7 @@ _decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
 def send(channel: socket.socket, message: _Message, descriptors: Sequence[int] = ()) -> None:
-    """Send a message."""
+    """Send a message, and descriptors with it."""
     data = msgspec.msgpack.encode(message)
     head = len(data).to_bytes(_LENGTH, "big")
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
@@ -139,7 +140,7 @@ def receive(channel: socket.socket) -> tuple[_Message, list[int]] | None:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
     length = int.from_bytes(head, "big")
     if length > MAX_REQUEST:
-        raise ValueError("the message is too long")
+        raise ValueError(f"a message of {length} bytes: at most {MAX_REQUEST} are allowed")
     body = bytearray()
     while len(body) < length:
         part = channel.recv(length - len(body))
@@ -150,10 +151,10 @@ def receive(channel: socket.socket) -> tuple[_Message, list[int]] | None:
 
 
 def imports_of(program: Sequence[str], directory: str) -> list[str]:
-    """Return the installed modules that a program imports at its top, in order; it is not run.
+    """Return the installed modules that a program imports at its top, in order, without running the program.
 
-    `mpi4py` is left out: the program may expect that its import initialises MPI. Ranks that run a function
-    have no program.
+    `mpi4py` is left out: the program may expect that its import initialises MPI. `program` is empty if the
+    ranks run a function.
     """
     if not program:
         return []
@@ -167,11 +168,16 @@ def imports_of(program: Sequence[str], directory: str) -> list[str]:
 def _source(program: Sequence[str], directory: str) -> bytes:
     if program[0] == "-c":
         return program[1].encode()
-    path: str | None = os.path.join(directory, program[0])
+    path = os.path.join(directory, program[0])
     if program[0] == "-m":
-        spec = importlib.util.find_spec(program[1])
-        path = None if spec is None else spec.origin
-    with open(path or "", "rb") as file:
+        # find_spec of a dotted name would import its package, and so run code of the user's.
+        top, *inner = program[1].split(".")
+        spec = importlib.util.find_spec(top)
+        if spec is None:
+            return b""
+        package = (spec.submodule_search_locations or [""])[0]
+        path = os.path.join(package, *inner) + ".py" if inner else spec.origin or ""
+    with open(path, "rb") as file:
         return file.read()
 
 
@@ -184,7 +190,7 @@ def _names(node: ast.stmt) -> Iterable[str]:
 
 
 def _is_installed(name: str, directory: str) -> bool:
-    """Return whether a module is neither the user's own, which may do anything, nor mpi4py."""
+    """Return whether a module is installed, and is not the user's own, mpi4py or horovod."""
     top = name.partition(".")[0]
     if top in ("mpi4py", "__future__", "horovod"):
         return False
@@ -192,7 +198,7 @@ def _is_installed(name: str, directory: str) -> bool:
     if spec is None:
         return False
     inside = (spec.submodule_search_locations or [spec.origin or ""])[0]
-    # The directory may hold a virtual environment.
+    # The user's directory may contain the virtual environment with the installed modules.
     installed = (sysconfig.get_path(scheme) for scheme in ("stdlib", "purelib", "platlib"))
     return any(_is_below(folder, inside) for folder in installed) or not _is_below(directory, inside)
 
@@ -202,9 +208,9 @@ def _is_below(folder: str, path: str) -> bool:
 
 
 def preload(names: Iterable[str]) -> str:
-    """Import modules; return the first after which this process may not fork, and why; else an empty text."""
+    """Import modules until one makes forks unsafe; return its name with the reason, or an empty text."""
     for name in names:
-        with contextlib.suppress(Exception):  # the program itself will say why
+        with contextlib.suppress(Exception):  # the program raises the same error when it imports the module
             importlib.import_module(name)
         if does := _what_forbids_forks():
             return f"{name} {does} when it is imported"
@@ -212,7 +218,7 @@ def preload(names: Iterable[str]) -> str:
 
 
 def _what_forbids_forks() -> str:
-    """Return what this process has done after which it may not fork, or an empty text."""
+    """Return why this process may not fork, as the predicate of a sentence; empty if it may."""
     torch = sys.modules.get("torch")
     if "mpi4py.MPI" in sys.modules:
         return "initialises MPI"
@@ -222,23 +228,24 @@ def _what_forbids_forks() -> str:
 
 
 def _has_threads() -> bool:
-    """Return whether there is a thread that a fork would leave out while it may hold a lock.
+    """Return whether this process has threads that do not tolerate a fork.
 
-    A first fork stops the threads of pools that are made for that; the next ones start at their next use.
+    A child lacks these threads, and may wait without end for a lock that one held. A trial fork comes first:
+    it stops the threads of pools such as OpenBLAS's, which start again at their next use.
     """
     if len(os.listdir(_TASKS)) == 1:
         return False
     pid = _fork()
     if pid == 0:
         os._exit(0)
-    with contextlib.suppress(ChildProcessError):  # a handler has reaped it
+    with contextlib.suppress(ChildProcessError):  # the handler of SIGCHLD has reaped the child
         os.waitpid(pid, 0)
     own = str(os.getpid())
     return any(_thread_name(task) not in _SAFE_THREADS for task in os.listdir(_TASKS) if task != own)
 
 
 def _fork() -> int:
-    """Fork, though there may be threads: :func:`_what_forbids_forks` has looked at them."""
+    """Fork without Python's warning about threads: :func:`_has_threads` checks them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -248,12 +255,12 @@ def _thread_name(task: str) -> str:
     try:
         with open(f"{_TASKS}/{task}/comm", encoding="ascii") as file:
             return file.read().strip()
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return _SAFE_THREADS[0]
 
 
 def serve(channel: socket.socket) -> None:
-    """Import what the agent says, and fork ranks until the channel ends."""
+    """Import the modules of the agent's first message, then fork ranks until the channel closes."""
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     first = receive(channel)
     if first is None or not isinstance(first[0], Preload):
@@ -265,7 +272,7 @@ def serve(channel: socket.socket) -> None:
         set_defaults(rank_env, os.environ)
     unfit = preload([*_OWN, *wanted.names, *imports_of(wanted.program, wanted.directory)])
     gc.collect()
-    gc.freeze()  # a collection in a rank does not touch, and so copy, the pages of what was imported
+    gc.freeze()  # collections in ranks then do not write to, and so copy, the pages of imported objects
     send(channel, ZygoteReady(unfit))
     while (request := receive(channel)) is not None:
         message, descriptors = request
@@ -281,7 +288,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def reseed() -> None:
-    """Give this process random numbers of its own."""
+    """Seed the global random generators anew: ranks from one zygote would draw the same numbers."""
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
@@ -296,7 +303,7 @@ def _reap() -> None:
 
 
 def become(wanted: Fork, descriptors: Sequence[int]) -> NoReturn:
-    """Run a guardian in this process, as if a command had started it."""
+    """Make this forked process the guardian, as if a command had started it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     _place(descriptors, wanted.numbers)
@@ -305,13 +312,13 @@ def become(wanted: Fork, descriptors: Sequence[int]) -> NoReturn:
     os.chdir(wanted.directory)
     reseed()
     sys.argv = [wanted.module, *wanted.arguments]
-    # What ends the guardian, or the rank that it forks, ends the process as in a new one: with exit handlers.
+    # SystemExit of the guardian, or of its forked rank, passes through here: exit handlers run as usual.
     runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give each descriptor its number, which may be that of another one now."""
+    """Give each descriptor its number; another of the descriptors may have that number now."""
     import fcntl
 
     free = max(_FIRST_FREE, *numbers) + 1

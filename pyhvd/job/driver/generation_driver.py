@@ -1,14 +1,14 @@
-"""The driver of one set of ranks: agents register, start the ranks, and are watched until these are over.
+"""The driver of one set of ranks: agents register and start the ranks; it watches them until the ranks end.
 
-The thread that calls :meth:`GenerationDriver.serve` does all the work; the driver starts no thread. A job
-without elastic training has one set of ranks, an elastic job one after the other. Its parts:
+The thread that calls :meth:`GenerationDriver.serve` does all the work; the driver starts no thread. A job has
+one set of ranks; an elastic job has one after another, each with its own driver. The driver's parts:
 
-1. An :class:`AgentSource` brings the agents: :mod:`pyhvd.job.driver.agent_source` those that commands start.
-   :mod:`pyhvd.job.connections` holds the connections to them.
-2. :mod:`pyhvd.job.mpi.rendezvous` makes the ranks one MPI world, and says which ranks an agent owns.
-3. :mod:`pyhvd.job.machines.machine` decides when ranks start, and what ends them.
-4. :mod:`pyhvd.job.driver.console` is the user's side, and :mod:`pyhvd.job.driver.held_commits` knows what
-   the hosts of an elastic job hold.
+1. An :class:`AgentSource` brings the agents; that of :mod:`pyhvd.job.driver.agent_source` starts them by
+   commands. :mod:`pyhvd.job.connections` holds the connections to them.
+2. :mod:`pyhvd.job.mpi.rendezvous` makes the ranks one MPI world, and assigns ranks to agents.
+3. :mod:`pyhvd.job.machines.machine` decides when ranks start, and what ends the job.
+4. :mod:`pyhvd.job.driver.console` shows texts to the user, and takes the user's signals and input.
+5. :mod:`pyhvd.job.driver.held_commits` records which commits the hosts of an elastic job hold.
 """
 
 from __future__ import annotations
@@ -86,27 +86,27 @@ from pyhvd.job.rank.call import load_result
 from pyhvd.job.spec import JobSpec
 from pyhvd.transport.tcp.connection import Secret
 
-# At Ctrl-Z the agents have this long to be told.
+# At Ctrl-Z the driver stops itself at most this long after it has begun to tell the agents.
 _TELL_S = 1.0
 
 
 class AgentSource:
-    """Brings the agents of one set of ranks to its driver; here, agents that come by themselves.
+    """Brings the agents of one set of ranks to its driver; here, agents that connect by themselves.
 
     Attributes
     ----------
     size : int
         The number of ranks.
     pool : AgentPool
-        What is known of the agents.
+        Which agents are up, and which are to be started.
     texts : JobTexts
-        The errors of a job with these agents.
+        Makes the errors of a job with these agents.
     secret : Secret
-        The key that an agent must hold.
+        The job key.
     addresses : sequence of str
-        Where agents that come by themselves connect.
+        The addresses on which the driver listens for agents; empty if commands start them.
     gone : str
-        Why a connection to an agent may end.
+        Follows "is lost: " in the error if the connection to an agent closes.
     """
 
     size: int
@@ -117,7 +117,7 @@ class AgentSource:
     gone = "its agent is gone"
 
     def join(self, connections: ConnectionServer) -> None:
-        """Use these connections to the agents."""
+        """Take the driver's connection server; called when the driver is made."""
 
     def find_rendezvous(self) -> Rendezvous:
         """Return how the ranks find each other; called while the agents start."""
@@ -131,19 +131,20 @@ class AgentSource:
         return ""
 
     def greet(self, peer: Peer, greeting: Hello) -> None:
-        """Answer the first words of an agent: tell it to prepare its host."""
+        """Answer an agent's :class:`Hello`: tell the agent to prepare its host."""
 
     def admits(self, peer: Peer, member: Member) -> bool:  # noqa: ARG002
         """Return whether an agent that has prepared its host may have ranks."""
         return True
 
     def lose(self, peer: Peer, why: str, *, waited: bool, began: bool) -> list[str] | None:  # noqa: ARG002
-        """Note the loss of an agent, whose ranks may have begun.
+        """Note the loss of an agent: `waited` if by its silence, `began` if all agents had registered.
 
         Returns
         -------
         list of str or None
-            Its last words, if it has some; None if it was lost between two jobs, and is started again.
+            The last line that the agent's command printed, if any. None if the agent was lost between two
+            jobs, and another is started in its place.
         """
         return []
 
@@ -151,7 +152,7 @@ class AgentSource:
         """Do what is due at this time."""
 
     def close(self) -> None:
-        """End what has started the agents."""
+        """End the commands that started the agents."""
 
 
 @dataclass(eq=False)
@@ -167,17 +168,17 @@ class GenerationDriver:
     output : Output
         Shows the ranks' output.
     console : Console
-        The user's side.
+        Shows texts to the user; with a terminal it takes the user's signals and input.
     wanted : Wanted, optional
-        What the user wants of the network between the hosts; None if nothing is to be chosen.
+        The user's choice of networks between the hosts; None if the ranks need no network plan.
     held : HeldCommits, optional
-        What the hosts hold; None if the job is not elastic.
+        The commits that the hosts hold; None if the job is not elastic.
     each_step : callable, optional
-        Called with the time, at least four times a second.
+        Called with the monotonic time in each step, normally at least four times a second.
     connections : ConnectionServer
         The connections to the agents.
     machine : JobMachine
-        Decides.
+        Decides when ranks start, and what ends the job.
     """
 
     spec: JobSpec
@@ -191,9 +192,9 @@ class GenerationDriver:
     _by_rank: dict[int, Peer] = field(default_factory=dict)
     _exceptions: dict[int, bytes] = field(default_factory=dict)
     _results: defaultdict[int, bytearray] = field(default_factory=lambda: defaultdict(bytearray))
-    _asked: int = 0  # the generation for which the ranks shall make room
-    _settling: set[Peer] = field(default_factory=set)  # the agents that still end their ranks
-    _stop_reason: str | None = None
+    _asked: int = 0  # the generation for which the ranks shall leave; 0 if they need not
+    _settling: set[Peer] = field(default_factory=set)  # agents that have not yet said Hello after Again
+    _stop_reason: str | None = None  # why the agents are being stopped; None before
     _done: bool = False
 
     def __post_init__(self) -> None:
@@ -212,12 +213,12 @@ class GenerationDriver:
 
     @property
     def placements(self) -> list[RankPlacement]:
-        """Where the ranks are; empty before they start."""
+        """The ranks' places; empty before they start."""
         return self.machine.placements
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """The selector on which each turn waits; the turn calls a ready key's ``data`` without arguments."""
+        """The selector on which each step waits; the step calls a ready key's ``data`` without arguments."""
         return self.connections.selector
 
     # ---- the life of a generation
@@ -245,7 +246,7 @@ class GenerationDriver:
             raise
 
     def begin(self) -> None:
-        """Let the agents start; meanwhile look at what this host has."""
+        """Begin to start the agents; meanwhile find out how the ranks will form one MPI world."""
         now = time.monotonic()
         self.machine.until = now + self.spec.start_timeout
         self._perform_all(self.machine.tick(now))
@@ -269,23 +270,26 @@ class GenerationDriver:
         return now
 
     def receive_the_rest(self) -> None:
-        """Receive what the ranks' agents sent before they ended, until they disconnect or fall silent."""
+        """Receive the last messages of agents that have ranks, until these disconnect or fall silent."""
         while any(peer.ranks and self.connections.hears(peer) for peer in self.connections.peers):
             self.connections.turn()
             self._rendezvous.check(time.monotonic())
 
     def ask_to_leave(self, generation: int) -> None:
-        """Let the ranks make room for a later generation, at their next commit or check."""
+        """Ask the ranks to end at their next commit or check, for a later generation."""
         self._asked = generation
         for peer in self.connections.peers:
             if peer.connection.authenticated:
                 peer.send(Leave(generation))
 
     def settle(self) -> None:
-        """End the ranks that are left, show their output, and wait for each host's newest commit."""
+        """End the ranks that are left, show their output, and wait for each host's newest commit.
+
+        After its ranks have ended, an agent answers Again by Hello, which has the commit. Others are dropped.
+        """
         assert self.held is not None
-        speaking = [peer for peer in self.connections.peers if peer.connection.authenticated]
-        self._settling = {peer for peer in speaking if peer.connection.open}
+        peers = self.connections.peers
+        self._settling = {peer for peer in peers if peer.connection.authenticated and peer.connection.open}
         for peer in self._settling:
             peer.send(Again())
         until = time.monotonic() + SILENT_S
@@ -301,9 +305,9 @@ class GenerationDriver:
     def stop(self, reason: str, timeout: float) -> None:
         """Tell all agents to kill their ranks; wait at most `timeout` seconds until they have disconnected.
 
-        The wait skips agents that have fallen silent. Those of commands are dropped at once if they are still
-        starting, or have said that their last rank has ended: a command ends when its channel does, which ssh
-        keeps open until then.
+        The wait skips agents that have fallen silent. An agent that a command started is dropped at once if
+        it has not authenticated itself, or if all its ranks have ended: ssh keeps the command running until
+        the driver closes the channel.
         """
         self._stop_reason = reason
         if self._terminal is not None:
@@ -335,7 +339,7 @@ class GenerationDriver:
         """Return what the ranks' functions returned, in rank order; after :meth:`serve`, and only once."""
         return [load_result(rank, self._results.pop(rank)) for rank in range(len(self.placements))]
 
-    # ---- what is decided
+    # ---- carrying out the machine's actions
 
     def _perform_all(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -346,7 +350,7 @@ class GenerationDriver:
             self.source.start(action.host)
         elif isinstance(action, Begin):
             if self.machine.network is not None:
-                self._say_who_is_one(action.groups)
+                self._say_which_are_one_host(action.groups)
             self._rendezvous.begin(self, action.groups)
         elif isinstance(action, Tell):
             self.tell_agent(action.index, action.message)
@@ -365,15 +369,15 @@ class GenerationDriver:
         elif isinstance(action, End):
             raise action.error
 
-    def _say_who_is_one(self, groups: Iterable[Sequence[Member]]) -> None:
+    def _say_which_are_one_host(self, groups: Iterable[Sequence[Member]]) -> None:
         names = self.machine.pool.names
         for group in groups:
             if len(group) > 1:
-                both = list_some([names[member.index] for member in group], " and ")
-                self.console.say(f"pyhvd: {both} are one host")
+                hosts = list_some([names[member.index] for member in group], " and ")
+                self.console.say(f"pyhvd: {hosts} are one host")
 
     def _pause(self) -> None:
-        """Stop this process, as Ctrl-Z does, after the agents have been told."""
+        """Send what is left for the agents, then stop this process, as Ctrl-Z does."""
         until = time.monotonic() + _TELL_S
         while any(peer.connection.wants_write for peer in self.connections.peers):
             self.connections.turn()
@@ -384,7 +388,7 @@ class GenerationDriver:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _may_start(self, now: float) -> bool:
-        """Return whether the commit is there from which the ranks go on; the store may have to be asked."""
+        """Return whether a host holds the commit for the ranks to go on from; if not, ask the store once."""
         held, elastic = self.held, self.spec.elastic
         if held is None or elastic is None:
             return True
@@ -412,7 +416,7 @@ class GenerationDriver:
         if self._terminal is not None:
             first = self._by_rank[0]
             first.feed = chain(first.feed, self._terminal.input_for(first, self.selector))
-        if self._asked:  # agents without ranks have not taken notice
+        if self._asked:  # an agent that had no ranks yet may have ignored the request
             self.ask_to_leave(self._asked)
 
     def _start_message(self, placement: RankPlacement) -> Start:
@@ -443,7 +447,7 @@ class GenerationDriver:
             first_ranks.setdefault(self.machine.texts.name(each), each.rank)
         return {**own, **self.spec.env, **self.held.variables(self.spec.elastic, first_ranks)}
 
-    # ---- what is heard
+    # ---- handling messages and losses
 
     def _handle(self, peer: Peer, message: FromAgent) -> None:
         if self.held is not None and isinstance(message, Hello | Beat | Remark | Restored):
@@ -481,7 +485,7 @@ class GenerationDriver:
         if isinstance(message, RankOutput):
             self.output.write(message.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
-            if message.line.startswith("cmd=init"):  # by the rank, or by what it has started
+            if message.line.startswith("cmd=init"):  # from the rank, or from a process that it started
                 self.machine.enter(message.rank, time.monotonic())
             self._rendezvous.hear(peer, message)
         elif isinstance(message, EnteringInit):
@@ -524,7 +528,7 @@ class GenerationDriver:
         host, counts = self.source.name_of(peer), self._stop_reason is None
         self._settling.discard(peer)
         ended = bool(peer.ranks) and peer.ranks <= self.machine.ended
-        if counts and not ended:  # else close() waits for all commands together
+        if counts and not ended:  # otherwise close() ends the agent's command together with the others
             words = self.source.lose(peer, why, waited=waited, began=self.machine.all_registered)
             counts = words is not None
             if words is not None and peer.member is not None:
@@ -533,7 +537,7 @@ class GenerationDriver:
         if self.held is not None:
             self.held.lose(host, why, counts=counts)
 
-    # ---- for the rendezvous
+    # ---- called by the rendezvous
 
     def tell_rank(self, rank: int, message: FromDriver) -> None:
         """Send a message to a rank's agent."""

@@ -1,4 +1,4 @@
-"""The signals of a job: which are passed on to ranks, and how the end of a process is described."""
+"""The signals of a job: which of them ranks get, and texts about how a process ended."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from types import FrameType
 from pyhvd.common.text import describe_ranks
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Launchers, agents and supervisors pass these signals on to ranks."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The forwarded signals that end the job."""
 PAUSING = (signal.SIGTSTP, signal.SIGCONT)
-"""Ctrl-Z, and what follows it: they stop a whole job, and let it go on."""
+"""The signal of Ctrl-Z suspends the whole job, and SIGCONT resumes it."""
 GRACE_S = 5.0
 """After a signal that ends the job, ranks have this long to clean up. A second signal ends them at once."""
 SAY_WAITING_S = 1.0
 """After a signal that ends the job, ranks that have not ended by this time are named."""
 BLOCKED_OVER_FORK = (*FORWARDED, signal.SIGCHLD)
+"""A supervisor blocks these from before it forks the rank until it has handlers for them."""
 
 _HINTS = {
     signal.SIGKILL: "; was it out of memory? (see dmesg)",
@@ -28,13 +31,13 @@ _HINTS = {
 
 
 def to_handle() -> list[signal.Signals]:
-    """Return the signals to handle and forward: without SIGHUP under nohup, which ignores it."""
+    """Return the signals to handle and forward; not SIGHUP if this process ignores it, as under nohup."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in FORWARDED if not (nohup and number == signal.SIGHUP)]
 
 
 def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
-    """Handle the forwarded signals; return a descriptor that is readable after a signal, or a child's end."""
+    """Handle the forwarded signals; return a descriptor that each of them, and SIGCHLD, makes readable."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -46,7 +49,7 @@ def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
 
 
 def describe_waiting(ranks: Sequence[int]) -> str:
-    """Return the line about ranks that have not ended yet after a signal."""
+    """Return the line that names the ranks that still run after a signal that ends the job."""
     verb = "is" if len(ranks) == 1 else "are"
     killed = f"will be killed {GRACE_S:g} s after the signal, or at once by Ctrl-C"
     return f"pyhvd: {describe_ranks(ranks)} {verb} still stopping, and {killed}"

@@ -1,10 +1,11 @@
-"""What ranks are to call, and what it returned, as bytes.
+"""The bytes of a call, which ranks make, and of its result.
 
-A call is a pickle. A result is its pickle, and beside the pickle the large arrays: neither the rank nor the
-driver copies these. The bytes of a result are, in this order, and each of the last at a multiple of 16:
+A call is one pickle. A result is a pickle followed by its large arrays, which neither the rank nor the driver
+copies. A result's bytes are:
 
-1. the number of pieces, and the length of each;
-2. the pieces: the pickle, then the buffers of the arrays in the pickle's order.
+1. the number of pieces, and the length of each piece, as unsigned 64-bit numbers in network byte order;
+2. the pieces: the pickle, then the buffers of the large arrays in the pickle's order. Each piece begins at a
+   multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from types import CodeType
 from typing import Any
 
 _NUMBER = struct.Struct("!Q")
-# malloc aligns a bytearray to this, which all dtypes of arrays need at most.
+# No dtype needs a larger alignment, and malloc gives this one to a bytearray.
 _ALIGNED = 16
-# A smaller array stays in the pickle, and keeps no others alive on the driver.
+# Smaller arrays stay in the pickle. A larger one is a view of all the bytes, and keeps them alive.
 _LARGE = 1 << 16
 
 
 class PreparedCall:
-    """A call in whose pickle comes first a function that prepares the process: the load calls it."""
+    """A call whose pickle, when it is loaded, first calls `prepare` and then becomes the call itself."""
 
     def __init__(self, prepare: Callable[[], object], call: tuple[Any, ...]) -> None:
         self._prepare = prepare
@@ -34,7 +35,7 @@ class PreparedCall:
 
 
 class _Result:
-    """Becomes the result of a function when it is loaded."""
+    """Its pickle, when it is loaded, calls a function and becomes what that returns."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
@@ -48,10 +49,10 @@ def _last(_first: object, last: Any) -> Any:
 
 
 def dump_functions(call: Any) -> bytes:
-    """Return the pickle of functions and their arguments; cloudpickle carries it.
+    """Return cloudpickle's pickle of functions and their arguments.
 
-    The functions keep the names of their files, so that tracebacks show their lines. cloudpickle leaves the
-    names out from 3.1.3 on.
+    The functions keep the names of their files, so that tracebacks show their lines. cloudpickle itself omits
+    these names since 3.1.3.
     """
     import io
 
@@ -76,16 +77,16 @@ def _make_code(filename: str, make: Callable[..., CodeType], parts: tuple[Any, .
 
 
 def dump(value: Any) -> list[bytes | memoryview]:
-    """Return the bytes of a value in pieces; cloudpickle carries it."""
+    """Return the bytes of a result in parts, to be sent one after the other."""
     import cloudpickle
 
     arrays: list[memoryview] = []
 
     def stays(buffer: PickleBuffer) -> bool:
-        """Return whether an array stays in the pickle."""
+        """Return whether an array stays in the pickle; if not, note its buffer in `arrays`."""
         try:
             raw = buffer.raw()
-        except BufferError:  # it is not contiguous
+        except BufferError:  # the array is not contiguous
             return True
         if raw.nbytes < _LARGE:
             return True
@@ -98,7 +99,7 @@ def dump(value: Any) -> list[bytes | memoryview]:
 
 
 def load(data: bytearray) -> Any:
-    """Return the value of :func:`dump`; its large arrays are parts of `data`."""
+    """Return the value that :func:`dump` was given; its large arrays are views of `data`."""
     import cloudpickle
 
     whole = memoryview(data)

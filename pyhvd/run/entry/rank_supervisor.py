@@ -1,7 +1,7 @@
-"""The supervisor: mpiexec starts it for each rank; it watches the rank's process and ends the job.
+"""The supervisor: mpiexec starts one for each rank; it watches the rank's process and ends the job.
 
-It has one thread and never touches MPI, so it can report how the rank ended: by the rank's own report, a
-signal or an exit code. It passes signals on to the rank.
+It has one thread and never calls MPI, so it can report how the rank ended: by the rank's own report, a signal
+or an exit code. It passes signals on to the rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pyhvd.job.process.rank_line import ENTERING, EXIT_HANDLERS_S, REPORT, RankL
 from pyhvd.job.process.signals import BLOCKED_OVER_FORK, ENDING, shell_code, wake_on_signals
 from pyhvd.run.entry.control_socket import Line
 
-# The first rank to fail ends the job and is the one shown; later ones wait this long for it.
+# The first rank to fail shows its failure and ends the job. Ranks that fail later wait this long for it.
 FIRST_ENDS_JOB_S = 1.0
 # An unfinished line of output is shown after this long, as it may be a prompt or a progress bar.
 _PARTIAL_LINE_S = 0.2
@@ -36,8 +36,8 @@ _PARTIAL_LINE_S = 0.2
 class Supervisor:
     """Watches one rank from its fork to its end.
 
-    `pid` leads a process group. `rank_fd` is the non-blocking end of the rank's line, and `line` leads to the
-    launcher, if there is one.
+    `pid` is the rank's process, the leader of its own process group. `rank_fd` is the supervisor's
+    non-blocking end of the rank's line. `line` is the line to the launcher; None under a bare mpiexec.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Supervisor:
         self._rank_fd = rank_fd
         self._rank = RankLine(functools.partial(self._tell, ENTERING), self._take_report)
         self._report: ExitReport | None = None
-        self._deadline = math.inf  # when the rank must have ended
+        self._deadline = math.inf  # the time at which the rank is killed
         self._line = line
         self._relays = relays
-        self._reported = False
-        self._overdue = False  # whether the rank had to be killed
+        self._reported = False  # whether the rank itself sent a report
+        self._overdue = False  # whether the rank was killed: at its deadline, or because mpiexec was gone
         self._is_first = False  # whether the rank failed first on this host
         self._stopping = False  # whether a signal or the launcher ended the rank
-        self._job_stops = False  # whether the launcher sent that signal, to all ranks
+        self._job_stops = False  # whether the launcher sent an ending signal, as it does to all ranks
         self._parent = os.getppid()
         self._selector = selectors.DefaultSelector()
 
@@ -65,12 +65,12 @@ class Supervisor:
         while (end := find_end(self._pid)) is None:
             if time.monotonic() > self._deadline or os.getppid() != self._parent:
                 self._overdue = True
-                signal_group(self._pid, signal.SIGKILL)  # its time is over, or mpiexec is gone
+                signal_group(self._pid, signal.SIGKILL)
             self._wait(min(self._deadline - time.monotonic(), _PARTIAL_LINE_S if self._relays else math.inf))
         self._read_rank()
         ended_well = end.si_status == 0 and self._report is None and not self._rank.up
         if not ended_well:
-            # What the rank had started; the rank is not reaped yet, so its group is its own.
+            # Kill what the rank started. The rank is not reaped yet: no other group has its number.
             signal_group(self._pid, signal.SIGKILL)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         for relay in self._relays:
@@ -115,7 +115,7 @@ class Supervisor:
             os.kill(self._pid, number)
 
     def _hear_launcher(self) -> None:
-        """Follow the launcher's signals also while nobody reads the rank's output."""
+        """Take the launcher's messages while a relay waits to write the rank's output."""
         if self._line is not None and self._line.open and select.select([self._line], [], [], 0)[0]:
             self._read_line()
 
@@ -125,7 +125,7 @@ class Supervisor:
             if what == "signal":
                 self._job_stops = self._job_stops or value in ENDING
                 self._forward(value)
-        if not self._line.open:  # the launcher is gone, or ends the job
+        if not self._line.open:  # the launcher has died, or ends the job
             self._forget(self._line)
             self._stopping = True
             signal_group(self._pid, signal.SIGKILL)
@@ -142,21 +142,21 @@ class Supervisor:
         self._announce(report)
 
     def _announce(self, report: ExitReport) -> None:
-        """Pass the failure on to the launcher at once, as this process may be killed next."""
+        """Send the report to the launcher at once, as this process may be killed soon; claim the failure."""
         self._report = report
         self._tell(REPORT, asdict(report))
         self._is_first = not report.follows_another and claim_first_failure(self._parent)
 
     def _describe_end(self, exit_code: int) -> ExitReport:
-        """Return the report of a rank that ended without one."""
+        """Return a report for a rank that sent none."""
         kind, code, text = describe_unreported(exit_code, self._rank.tentative)
         who = f"pyhvd: {self._rank_env.title} (pid {self._pid})"
         return ExitReport(self._rank_env.rank, kind, code, f"{who} {text}")
 
     def _leave(self, code: int) -> int:
-        """After the rank has ended: if it failed, show that unless the launcher does, and end the job."""
+        """If the rank failed, show that unless the launcher does, and end the job; return `code`."""
         if self._stopping and self._line is not None and (code or self._job_stops):
-            self._pause(math.inf)  # the launcher waits until every rank has stopped, then ends the job
+            self._pause(math.inf)  # until the launcher ends the job, after every rank has stopped
             self._line.remove_traces()
             end_job(self._rank_env, code, signal_mpiexec=False)
             return code
@@ -176,11 +176,11 @@ class Supervisor:
     def _shows(self, report: ExitReport) -> bool:
         if self._stopping:
             return self._is_first and report.kind in (EXCEPTION, INTERRUPT)
-        # A rank that must call MPI_Abort shows its failure itself, unless it is killed before.
+        # A rank that must call MPI_Abort shows its reported failure itself, unless it is killed first.
         return can_end_job(self._rank_env) or self._overdue or not self._reported
 
     def _let_first_rank_end_job(self, report: ExitReport) -> None:
-        """Unless this rank failed first, wait until the first ends the job, and this process with it."""
+        """Unless this rank failed first, wait: the first rank ends the job, and with it this process."""
         if self._is_first:
             return
         self._pause(FIRST_ENDS_JOB_S)
@@ -191,7 +191,7 @@ class Supervisor:
                 self._pause(FIRST_ENDS_JOB_S)
 
     def _pause(self, seconds: float) -> None:
-        """Wait until the line closes or mpiexec is gone; without a launcher, until a signal."""
+        """Wait at most `seconds` until mpiexec is gone or the line closes; without a line, until a signal."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and os.getppid() == self._parent:
             if not self._line.open if self._line is not None else self._stopping:

@@ -1,7 +1,7 @@
 """The description of a prepared dataset: the JSON file beside its Parquet files.
 
-It is written last, and lists the dataset's files. Files of failed or repeated tasks are not in it. This
-module owns the format; it knows neither Spark nor Arrow.
+The JSON file is written last, and lists the dataset's files; files of failed or repeated tasks are not in the
+list. This module owns the format, and imports neither Spark nor Arrow.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.errors import DataError, require_columns
 
 NAME = "_pyhvd_metadata.json"
-"""The file's name; Spark ignores names that begin with an underscore."""
+"""The JSON file's name. Spark ignores names that begin with an underscore."""
 
 VERSION = 1
+"""The newest version of the format that this pyhvd reads, and the one that it writes."""
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -29,7 +30,7 @@ class Column(msgspec.Struct, frozen=True):
     dtype : str
         numpy's name of its dtype: ``"float32"``, ``"datetime64[us]"``; ``"object"`` for str and bytes.
     shape : tuple of int
-        The shape of one row: ``()`` for a number, ``(64,)`` for a vector or list of 64.
+        The shape of one row's value: ``()`` for one number, ``(64,)`` for a vector or list of 64 numbers.
     """
 
     name: str
@@ -50,7 +51,7 @@ class DataFile(msgspec.Struct, frozen=True):
 
 
 class Dataset(msgspec.Struct, frozen=True):
-    """A prepared dataset: its columns, and the number of rows of each row group of each file.
+    """A prepared dataset: its columns and its files.
 
     Attributes
     ----------
@@ -72,12 +73,12 @@ class Dataset(msgspec.Struct, frozen=True):
         return sum(part.rows for part in self.parts)
 
     def choose(self, names: Sequence[str] | None) -> tuple[Column, ...]:
-        """Return the columns of these names, in this order; all for None.
+        """Return the columns with these names, in the order of `names`; all columns for None.
 
         Raises
         ------
         DataError
-            A column is missing; the text lists those of the dataset.
+            The dataset has no column of a name; the text lists its columns.
         """
         if names is None:
             return self.columns
@@ -97,7 +98,7 @@ def decode(text: bytes, where: str) -> Dataset:
     Raises
     ------
     DataError
-        The text describes no dataset, or has a later version; the error names `where`.
+        The text describes no dataset, or has a later version; the error names `where`, the file's path.
     """
     try:
         dataset = msgspec.json.decode(text, type=Dataset)
@@ -105,13 +106,15 @@ def decode(text: bytes, where: str) -> Dataset:
         raise DataError(f"{where} is damaged ({exc}): prepare the data again") from None
     if dataset.version > VERSION:
         raise DataError(
-            f"{where} was written by a newer pyhvd (format {dataset.version}; this one reads {VERSION})"
+            f"{where} was written by a newer pyhvd (format {dataset.version}; this one reads {VERSION}):"
+            " install that pyhvd here, or prepare the data again"
         )
-    counts = [count for part in dataset.parts for count in part.groups]
-    sizes = [size for column in dataset.columns for size in column.shape]
-    escaping = [part.name for part in dataset.parts if "/" in part.name or part.name.startswith(".")]
-    if not all(count > 0 for count in counts) or min(sizes, default=0) < 0 or escaping:
-        raise DataError(f"{where} is damaged (a count or a name is impossible): prepare the data again")
+    if (
+        any(count <= 0 for part in dataset.parts for count in part.groups)
+        or any(size < 0 for column in dataset.columns for size in column.shape)
+        or any("/" in part.name or part.name.startswith(".") for part in dataset.parts)
+    ):
+        raise DataError(f"{where} is damaged (an invalid count, shape or file name): prepare the data again")
     return dataset
 
 
@@ -121,7 +124,7 @@ def load(folder: Folder) -> Dataset:
     Raises
     ------
     DataError
-        There is no dataset, or it is damaged.
+        The folder has no dataset, or a damaged one, or one of a newer pyhvd.
     """
     try:
         text = folder.read(NAME)

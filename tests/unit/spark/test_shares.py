@@ -161,9 +161,9 @@ def test_the_description_survives_its_file() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"parts": [{"name": "a", "groups": [0]}]}, "a count or a name is impossible"),
-        ({"parts": [{"name": "../a", "groups": [1]}]}, "a count or a name is impossible"),
-        ({"columns": [{"name": "a", "dtype": "int64", "shape": [-1]}]}, "a count or a name is impossible"),
+        ({"parts": [{"name": "a", "groups": [0]}]}, "invalid count, shape or file name"),
+        ({"parts": [{"name": "../a", "groups": [1]}]}, "invalid count, shape or file name"),
+        ({"columns": [{"name": "a", "dtype": "int64", "shape": [-1]}]}, "invalid count, shape or file name"),
         ({"parts": 3}, r"m\.json is damaged \(Expected `array`, got `int`"),
         ({"version": 2}, "written by a newer pyhvd"),
     ],

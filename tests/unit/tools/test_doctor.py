@@ -289,7 +289,7 @@ def test_what_there_is_for_arrays_on_gpus_is_shown() -> None:
         ({"nccl": ""}, "through the host: CuPy finds no NCCL"),
         ({"compiler": ""}, "through the host: CuPy finds no NVRTC"),
         ({"devices": []}, "none, as CUDA sees no device"),
-        ({"cupy": ""}, "not taken: CuPy is not there"),
+        ({"cupy": ""}, "not taken: CuPy is missing, or cannot be imported"),
     ],
 )
 def test_the_way_that_arrays_on_gpus_would_take(changes: dict[str, Any], way: str) -> None:
@@ -305,9 +305,11 @@ def test_cuda_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, 
     fake.write_text("raise ImportError('libcudart.so.13: no such file')")
     assert cuda_facts.probe_cuda().errors == {"CuPy": "cannot be imported: libcudart.so.13: no such file"}
     fake.write_text("import os; os._exit(3)")
-    assert cuda_facts.probe_cuda().errors == {"CuPy": "the process that asked it ended with 3: no word"}
+    ended = "the process that asked it exited with code 3: no output"
+    assert cuda_facts.probe_cuda().errors == {"CuPy": ended}
     fake.write_text("import time; time.sleep(60)")
-    assert cuda_facts.probe_cuda(0.5).errors == {"CuPy": "has not said what it sees within 0.5 s"}
+    silent = "the process that asked it did not answer within 0.5 s"
+    assert cuda_facts.probe_cuda(0.5).errors == {"CuPy": silent}
     fake.write_text(CUPY)
     assert cuda_facts.probe_cuda() == CudaFacts(
         "14.2.0",

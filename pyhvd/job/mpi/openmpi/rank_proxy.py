@@ -1,8 +1,8 @@
-"""``python -P -m pyhvd.job.mpi.openmpi.rank_proxy``: mpiexec's daemon starts it as a rank.
+"""``python -P -m pyhvd.job.mpi.openmpi.rank_proxy``: mpiexec's daemon starts it in place of a rank.
 
-The rank itself is a child of its agent, which supervises it. The proxy sends the variables that mpiexec set,
-by which MPI finds the daemon, to the agent that runs the daemon. That agent passes them on to the driver. The
-proxy exits when the driver says so.
+1. The proxy sends mpiexec's variables to the agent beside the daemon; the agent sends them to the driver.
+2. The rank, a child of its agent, gets these variables; with them MPI finds the daemon.
+3. The proxy exits with the exit code that the driver sends.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pyhvd.job.mpi.rank_env import OPENMPI, read_rank_env
 from pyhvd.transport.tcp.session import ChannelError
 
 PYTHON = "_PYHVD_JOB_PYTHON"
-"""The variable with the Python of this host's rank proxies."""
+"""The environment variable with the path of the Python that runs this host's rank proxies."""
 
-# Variables that stay here: a shell sets some, each host has its own programs and libraries, and no rank may
-# see the key.
+# Variables that are not sent: address and key of the agent's local server, those that a shell sets, and the
+# paths of this host's programs and libraries.
 _NOT_PASSED = VARIABLES | {
     "PWD", "OLDPWD", "SHLVL", "_", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH",
 }  # fmt: skip
@@ -44,7 +44,7 @@ def read_environment(pid: int) -> dict[str, str]:
 
 
 def introduce(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> RankProxy:
-    """Return this proxy's message.
+    """Return the message with which the proxy introduces its rank: the rank's numbers and variables.
 
     Raises
     ------

@@ -47,6 +47,15 @@ def test_an_environment_in_the_working_directory_is_installed(
     assert imports_of(["-c", "import installed_here, own"], str(tmp_path)) == ["installed_here"]
 
 
+def test_the_package_of_a_module_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "own_package" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "own_package" / "__init__.py").write_text("raise AssertionError")
+    (inner / "train.py").write_text("import json")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert imports_of(["-m", "own_package.inner.train"], str(tmp_path)) == ["json"]
+
+
 @pytest.mark.parametrize("program", [["missing.py"], ["broken.py"], ["-m", "missing"], ["-c", "import ("]])
 def test_a_program_that_cannot_be_read_imports_nothing(program: list[str], tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def (")
