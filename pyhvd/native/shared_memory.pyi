@@ -121,7 +121,7 @@ MAX_SLOTS: int
 
 _log: logging.Logger
 
-def ready_table_bytes(size: int, slots: int = 0, agreement: Agreement | None = None) -> int: ...
+def ready_table_bytes(size: int, slots: int, agreement: Agreement | None = None) -> int: ...
 
 class Agreement:
     def __init__(
@@ -140,7 +140,7 @@ class HostTree:
     above: list[int]
     below: list[int]
     def __init__(self, host: int, parents: Sequence[int], sets: int, slots: int) -> None: ...
-    def announce(self, set_id: int, bits: int) -> _Post | None: ...
+    def announce(self, set_id: int, bits: int) -> _Post: ...
     def announce_list(
         self,
         number: int,

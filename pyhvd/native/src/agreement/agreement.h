@@ -127,8 +127,8 @@ void pyhvd_agreement_clear(pyhvd_agreement *a, uint32_t slots);
 
 /* ---- under the table's lock ---- */
 
-/* Announce the slots words[first] to words[end - 1], which all local members have marked, if the hosts
- * below have too; carry on. */
+/* Announce the slots of a range, words [first, end), of which `words` has the first one first, and which
+ * all local members have marked, if the hosts below have too; carry on. */
 void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                               const uint64_t *words, pyhvd_ranks *audience);
 
