@@ -223,6 +223,10 @@ class Coordinator:
                 submitted += [(set_id, meant.first) for meant in meanings if meant is not None]
         return submitted
 
+    def wanted_slots(self) -> int:
+        """Return how many slots a response cache needs that has too few for the tensors of a step; or 0."""
+        return max(table.cache.wanted for table in self._sets.values())
+
     def respond(self) -> ResponseList | None:
         """Return the next response list, or None while nothing is ready.
 
