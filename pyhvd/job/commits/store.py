@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from pyhvd.common.text import describe_import_error
 from pyhvd.common.urls import fsspec_url
 from pyhvd.job.commits.vault import Seal
 from pyhvd.job.messages import StoreOrder
@@ -69,10 +70,8 @@ def open_folder(url: str) -> tuple[Any, str]:
     """
     try:
         from fsspec.core import url_to_fs
-    except ImportError:
-        raise StoreError(
-            f'--elastic-store needs fsspec, which is not installed here: pip install "pyhvd[{EXTRA}]"'
-        ) from None
+    except ImportError as exc:
+        raise StoreError(f"--elastic-store needs {describe_import_error(exc, 'fsspec', EXTRA)}") from None
     with _as_store_error(url, "cannot be opened"):
         files, folder = url_to_fs(fsspec_url(url))
     return files, str(folder).rstrip("/")

@@ -247,7 +247,7 @@ def test_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
         if name == "yaml":
-            raise ImportError(name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)

@@ -309,5 +309,5 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(StoreError) as caught:
         open_folder("folder")
     assert str(caught.value) == (
-        '--elastic-store needs fsspec, which is not installed here: pip install "pyhvd[store]"'
+        '--elastic-store needs fsspec, which is not installed: pip install "pyhvd[store]"'
     )
