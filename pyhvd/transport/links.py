@@ -26,7 +26,7 @@ import msgspec
 
 from pyhvd.common.kernel import node_of
 from pyhvd.transport import link_sharing
-from pyhvd.transport.fabric import Fabric, allgather_bytes
+from pyhvd.transport.fabric import Fabric, allgather_bytes, decode_from
 from pyhvd.transport.link_addresses import HostAddress, candidates, host_addresses
 from pyhvd.transport.link_carrier import OpenMpi
 from pyhvd.transport.link_handshakes import Handshakes
@@ -132,6 +132,10 @@ class _Card(msgspec.Struct, array_like=True):
     key: bytes = b""
 
 
+_card = msgspec.msgpack.Decoder(_Card)
+_failure = msgspec.msgpack.Decoder(tuple[int, str])
+
+
 def open_links(
     fabric: Fabric, nodes: Sequence[int], options: LinkOptions, *, agreement: bool
 ) -> Links | NoLinks:
@@ -184,7 +188,7 @@ class _Opening:
             self._mine.key = new_key()
         cards = allgather_bytes(self._fabric, msgspec.msgpack.encode(self._mine))
         wanted = {0, self._layout.leader, *self._layout.peers.values()}
-        known = {rank: msgspec.msgpack.decode(cards[rank], type=_Card) for rank in wanted}
+        known = {rank: decode_from(rank, cards[rank], _card.decode, "its addresses") for rank in wanted}
         dials = {
             role: self._addresses(known[peer])
             for role, peer in self._layout.peers.items()
@@ -275,7 +279,10 @@ class _Opening:
         """Return one rank's failure, the same on all ranks; a rank names the one that says most first."""
         mine = next(((k, text) for k, text in enumerate(failures) if text), (len(failures), ""))
         gathered = allgather_bytes(self._fabric, msgspec.msgpack.encode(mine))
-        every = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in gathered]
+        every = [
+            decode_from(rank, each, _failure.decode, "why it has no links")
+            for rank, each in enumerate(gathered)
+        ]
         return min(every, key=lambda failure: failure[0])[1]
 
     def _tell(self, known: Mapping[int, _Card], made: Mapping[LinkRole, socket.socket]) -> None:
