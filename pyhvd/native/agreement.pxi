@@ -132,10 +132,10 @@ cdef class Agreement:
         return found
 
     cdef tuple lost(self):
-        """Return (host, errno or 0, note) of a host that is lost, or has sent a note; or None."""
+        """Return (host, the host that found it so, errno or 0, note) of a lost or failed host; or None."""
         cdef pyhvd_shared_agreement* shared = self.c.shared
         cdef uint32_t found = shared.lost
         if not found:
             return None
         error = 0 if shared.error == PYHVD_CLOSED_BY_PEER else shared.error
-        return int(found) - 1, error, (<const char*>shared.note)[:shared.note_bytes]
+        return int(found) - 1, int(shared.finder), error, (<const char*>shared.note)[:shared.note_bytes]

@@ -266,6 +266,7 @@ cdef extern from "agreement/agreement.h" nogil:
 
     ctypedef struct pyhvd_shared_agreement:
         uint32_t lost
+        uint32_t finder
         int error
         uint32_t note_bytes
         uint8_t* note

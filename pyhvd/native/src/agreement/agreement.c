@@ -314,15 +314,16 @@ static void tell(pyhvd_ready_table *t, uint32_t source, uint32_t kind, const voi
 /* A note: of a rank that fails, or that a host is lost. */
 typedef struct {
     uint32_t host; /* of the rank, or the lost one */
-    int32_t error; /* of the lost host's connection; 0: a rank fails */
-    uint64_t bytes;
+    int32_t error; /* of the connection between finder and lost host; 0: a rank fails */
+    uint32_t finder, bytes;
     uint8_t text[PYHVD_NOTE];
 } host_note;
 
 #define NOTE_HEAD offsetof(host_note, text)
 
 void pyhvd_agreement_abort(pyhvd_ready_table *t, const uint8_t *note, size_t bytes) {
-    host_note told = {t->agreement->tree.host, 0, MIN(bytes, PYHVD_NOTE), {0}};
+    uint32_t host = t->agreement->tree.host;
+    host_note told = {host, 0, host, (uint32_t)MIN(bytes, PYHVD_NOTE), {0}};
     memcpy(told.text, note, told.bytes);
     tell(t, told.host, NOTE, &told, NOTE_HEAD + told.bytes);
 }
@@ -389,8 +390,9 @@ void pyhvd_agreement_send(const pyhvd_ready_table *t) {
 static int keep_note(pyhvd_ready_table *t, const host_note *note) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
     if (atomic_load_explicit(&shared->lost, memory_order_relaxed)) return 0;
+    shared->finder = note->finder;
     shared->error = note->error;
-    shared->note_bytes = (uint32_t)note->bytes;
+    shared->note_bytes = note->bytes;
     memcpy(shared->note, note->text, note->bytes);
     atomic_store_explicit(&shared->lost, note->host + 1, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
@@ -407,13 +409,13 @@ static void take_note(pyhvd_ready_table *t, uint32_t source, const host_note *no
 
 /* A neighbour is lost. */
 static void lose(pyhvd_ready_table *t, uint32_t host, int error) {
-    host_note note = {host, error, 0, {0}};
+    host_note note = {host, error, t->agreement->tree.host, 0, {0}};
     take_note(t, host, &note);
 }
 
 /* The same under the table's lock, without telling the other hosts. */
 static void lose_here(pyhvd_ready_table *t, uint32_t host, int error) {
-    host_note note = {host, error, 0, {0}};
+    host_note note = {host, error, t->agreement->tree.host, 0, {0}};
     keep_note(t, &note);
 }
 
@@ -464,8 +466,8 @@ static void handle(pyhvd_ready_table *t, uint32_t source, uint32_t kind, const u
         handle_ring(t, place);
     } else if (kind == NOTE && n >= NOTE_HEAD && n <= sizeof note) {
         memcpy(&note, bytes, n);
-        note.bytes = MIN(note.bytes, n - NOTE_HEAD);
-        if (note.host < t->agreement->tree.hosts)
+        note.bytes = (uint32_t)MIN(note.bytes, n - NOTE_HEAD);
+        if (MAX(note.host, note.finder) < t->agreement->tree.hosts)
             take_note(t, source, &note);
         else
             lose(t, source, EPROTO);
