@@ -206,6 +206,41 @@ def test_closed_descriptors_are_as_dev_null(tmp_path: Path, closed: str) -> None
     assert "Error" not in ended.err
 
 
+ON_A_TERMINAL = """
+import os, pty, subprocess, sys
+child, terminal = pty.fork()
+if child == 0:
+    group = 0 if sys.argv[1] == "background" else None
+    job = subprocess.Popen(sys.argv[2:], process_group=group)
+    job.wait(60)
+    os._exit(0)
+os.write(terminal, b"typed\\n")
+text = b""
+try:
+    while data := os.read(terminal, 4096):
+        text += data
+except OSError:  # EIO: the job has ended
+    pass
+print(text.decode())
+"""
+
+READS = """
+import sys, pyhvd as hvd
+hvd.init()
+if hvd.rank() == 0:
+    print("rank 0 has read", repr(sys.stdin.readline()))
+"""
+
+
+@pytest.mark.parametrize(("place", "read"), [("background", ""), ("foreground", "typed\n")])
+def test_a_job_in_the_background_does_not_take_the_shells_input(
+    place: str, read: str, tmp_path: Path
+) -> None:
+    command = launcher_command("-n", 2, script(tmp_path, READS))
+    ended = run([sys.executable, script(tmp_path, ON_A_TERMINAL, "terminal.py"), place, *command])
+    assert f"rank 0 has read {read!r}" in ended.out
+
+
 def test_missing_script_under_mpiexec() -> None:
     ended = bare(2, "/nowhere/script.py")
     assert ended.code == 2
