@@ -96,7 +96,8 @@ def test_options_end_where_the_program_begins() -> None:
     ("given", "program"),
     [
         (["python", "train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
-        (["/usr/bin/python3.11", "-u", "train.py", "-u"], ["train.py", "-u"]),
+        ([sys.executable, "-u", "train.py", "-u"], ["train.py", "-u"]),
+        ([f"python3.{sys.version_info[1]}", "train.py"], ["train.py"]),
         (["python3", "-m", "mypackage.train", "x"], ["-m", "mypackage.train", "x"]),
         (["python", "-c", "print(1)"], ["-c", "print(1)"]),
         (["pythonic.py", "train.py"], ["pythonic.py", "train.py"]),
@@ -104,6 +105,16 @@ def test_options_end_where_the_program_begins() -> None:
 )
 def test_python_before_the_program_is_left_out(given: list[str], program: list[str]) -> None:
     assert parse(["-n", "2", *given], under_mpiexec=False).program == program
+
+
+@pytest.mark.parametrize("other", ["/opt/other/bin/python", "python3.5", "python2"])
+def test_another_python_before_the_program_is_an_error(
+    other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["-n", "2", other, "train.py"], under_mpiexec=False)
+    text = f"{other!r} is another Python than that of the ranks, {sys.executable}: leave it out"
+    assert text in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("where", [("-n", "2"), ("-H", "localhost:2")])
