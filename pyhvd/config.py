@@ -233,7 +233,7 @@ class Config:
     )
     cache_capacity: int = _shared(
         4096,
-        "responses remembered per process set; 0: no response cache",
+        "responses remembered per process set (the fast lane: at most 65,536); 0: no response cache",
         ConfigEntry("params.cache_capacity", "N"),
     )
     disable_group_fusion: bool = _shared(False, "a grouped call's tensors are fused only with each other")

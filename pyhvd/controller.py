@@ -223,6 +223,10 @@ class Coordinator:
                 submitted += [(set_id, meant.first) for meant in meanings if meant is not None]
         return submitted
 
+    def wanted_slots(self) -> int:
+        """Return how many slots a response cache needs that has too few for the tensors of a step; or 0."""
+        return max(table.cache.wanted for table in self._sets.values())
+
     def respond(self) -> ResponseList | None:
         """Return the next response list, or None while nothing is ready.
 
@@ -507,13 +511,13 @@ class Node:
     def take(self, source: int, payload: bytes | bytearray, now: float) -> None:
         """Take a message of another rank."""
         if is_out_of_band(payload):
-            self._take_out_of_band(source, decode_out_of_band(payload), now)
+            self._take_out_of_band(source, decode_out_of_band(payload, source), now)
         elif source == self.tree.parent:
-            self._take_list(payload, now)
+            self._take_list(source, payload, now)
         elif source in self.tree.leaders:
-            self._receive(source, decode_merged(payload), now)
+            self._receive(source, decode_merged(payload, source), now)
         else:
-            self._receive(source, MergedList.of(source, decode_requests(payload)), now)
+            self._receive(source, MergedList.of(source, decode_requests(payload, source)), now)
 
     # -- requests, and what is told to rank 0
 
@@ -602,16 +606,16 @@ class Node:
             return self._lists[0][2] if due is None else min(due, self._lists[0][2])
         return due
 
-    def _take_list(self, payload: bytes | bytearray, now: float) -> None:
+    def _take_list(self, source: int, payload: bytes | bytearray, now: float) -> None:
         """Append a list that has arrived from above, and pass it on."""
         if not self.tree.children:
-            self._append(decode_responses(payload), now)
+            self._append(decode_responses(payload, source), now)
             return
-        relayed = decode_relayed(payload)
+        relayed = decode_relayed(payload, source)
         audience = unpack_ranks(relayed.ranks)
         self._pass_on(relayed.payload, audience)
         if audience >> self.tree.rank & 1:
-            self._append(decode_responses(relayed.payload), now)
+            self._append(decode_responses(relayed.payload, source), now)
 
     def _pass_on(self, payload: bytes, audience: int) -> None:
         self._under_way = [sending for sending in self._under_way if not sending.gone()]

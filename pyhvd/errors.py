@@ -215,6 +215,14 @@ class TransportError(HorovodInternalError):
 class InternalError(HorovodInternalError):
     """An invariant of pyhvd does not hold; please report it."""
 
+    @classmethod
+    def unreadable(cls, rank: int, what: str, nbytes: int, why: Exception) -> InternalError:
+        """Return the error for a message of another rank that cannot be decoded."""
+        return cls(
+            f"rank {rank} sent {what} of {nbytes} bytes that cannot be read ({why}): install the same pyhvd"
+            " on every rank"
+        )
+
 
 class ConfigError(ValueError):
     """A configuration value cannot be parsed or is out of range; the text names the variable."""

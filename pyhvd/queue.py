@@ -15,6 +15,7 @@ Invariants, under ``_lock``:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -38,6 +39,22 @@ _MAX_SITE = 160
 _IN_FLIGHT = "is still in flight on this rank"
 _REMEDY = ": use another name, or synchronize the first one before"
 _JOIN: Key = (GLOBAL_SET, JOIN_NAME)
+
+
+@functools.lru_cache(maxsize=256)
+def _describe_site(code: CodeType, at: int) -> str:
+    """Return the line of a call, as ``"train.py:41 in step"``; computed once, not for each tensor.
+
+    The path of a file below the current directory is relative. A text of more than ``_MAX_SITE`` characters
+    loses its beginning.
+    """
+    path = code.co_filename
+    with contextlib.suppress(OSError):
+        path = path.removeprefix(os.path.join(os.getcwd(), ""))
+    line = next((line for first, end, line in code.co_lines() if first <= at < end), None)
+    text = f"{path}:{line or 0} in {code.co_qualname.rpartition('<locals>.')[2]}"
+    text = text if text.isascii() else sendable(text)
+    return text if len(text) <= _MAX_SITE else f"...{text[3 - _MAX_SITE :]}"
 
 
 class TensorEntry(msgspec.Struct, eq=False):
@@ -194,22 +211,10 @@ class TensorQueue:
             self._wake()
 
     def site_of(self, process_set: int, name: str) -> str:
-        """Return the line that submitted a tensor, as ``"train.py:41 in step"``; empty if unknown.
-
-        The path of a file below the current directory is relative. A text of more than ``_MAX_SITE``
-        characters loses its beginning.
-        """
+        """Return the line that submitted a tensor, as ``"train.py:41 in step"``; empty if unknown."""
         with self._lock:
             entry = self.entries.get((process_set, name))
-        if entry is None or entry.site is None:
-            return ""
-        (code, at), path = entry.site, entry.site[0].co_filename
-        with contextlib.suppress(OSError):
-            path = path.removeprefix(os.path.join(os.getcwd(), ""))
-        line = next((line for first, end, line in code.co_lines() if first <= at < end), None)
-        text = f"{path}:{line or 0} in {code.co_qualname.rpartition('<locals>.')[2]}"
-        text = text if text.isascii() else sendable(text)
-        return text if len(text) <= _MAX_SITE else f"...{text[3 - _MAX_SITE :]}"
+        return "" if entry is None or entry.site is None else _describe_site(*entry.site)
 
     def take(self, now: float) -> list[tuple[int, Request]]:
         """Remove and return the new submissions if they are due, else return an empty list."""

@@ -50,12 +50,13 @@ def _wide_functions(path: Path) -> Iterator[str]:
 
 
 def _late_decoders(path: Path) -> Iterator[str]:
-    """Yield calls of ``msgspec.X.decode(data, type=T)``, which look at the class at its first use."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and any(given.arg == "type" for given in node.keywords):
-            called = ast.unparse(node.func)
-            if called.startswith("msgspec.") and called.endswith(".decode"):
-                yield f"line {node.lineno}: {called}"
+    """Yield the lines in functions where msgspec looks at a class: ``Decoder(T)``, ``decode(data, type=T)``."""
+    functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    for node in (node for function in functions for node in ast.walk(function)):
+        if isinstance(node, ast.Call):
+            kind = re.fullmatch(r"msgspec\.\w+\.(decode|Decoder)", ast.unparse(node.func))
+            if kind and (kind[1] == "Decoder" or any(given.arg == "type" for given in node.keywords)):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
 # Public signatures: Horovod has most of them, and docs/api.md has all.

@@ -41,8 +41,10 @@ def is_host(name: str) -> bool:
 
 
 def _is_ipv6(text: str) -> bool:
+    """Return whether a text is an IPv6 address; its scope, which Python takes as it is, must be a name."""
+    address, percent, scope = text.partition("%")
     try:
-        ipaddress.IPv6Address(text)
+        ipaddress.IPv6Address(address)
     except ValueError:
         return False
-    return True
+    return not percent or _NAME.fullmatch(scope) is not None

@@ -27,6 +27,26 @@ def exception_text(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
 
 
+def describe_import_error(exc: ImportError, package: str, extra: str, module: str = "") -> str:
+    """Return why a package cannot be imported, and the remedy: it is absent, or its own import fails.
+
+    Parameters
+    ----------
+    exc : ImportError
+        The failure of its import.
+    package : str
+        What pip installs.
+    extra : str
+        The extra of pyhvd that brings the package.
+    module : str
+        The package's module; by default it has the same name, with underscores.
+    """
+    absent = isinstance(exc, ModuleNotFoundError) and (exc.name or "").partition(".")[0]
+    if absent == (module or package.replace("-", "_")):
+        return f'{package}, which is not installed: pip install "pyhvd[{extra}]"'
+    return f"{package}, which is installed, but its import fails: {type(exc).__name__}: {exc}"
+
+
 def describe_exception(exc: BaseException) -> str:
     """Return an exception's type and text; the middle of a long text is cut out."""
     return shorten(exception_text(exc))

@@ -63,7 +63,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         session = current()
         try:
             state.begin()
-            return func(state, *args, **kwargs)
+            result = func(state, *args, **kwargs)
+            if session is not None:
+                session.check_interrupt()
+            return result
         except HostsUpdatedInterrupt:
             if session is None:
                 raise

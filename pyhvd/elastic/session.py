@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
+from pyhvd.api.topology import rank
+from pyhvd.errors import HostsUpdatedInterrupt
 from pyhvd.job.commits.vault import DESCRIPTORS, Seal, Vault, are_here
 from pyhvd.job.rank.generation_env import read_generation
+
+_log = logging.getLogger("pyhvd")
 
 
 class RankSession:
@@ -52,6 +57,8 @@ class RankSession:
         self.vault = Vault(_descriptors(environ))
         self.writes = False
         self.state: Any = None
+        self._interrupt: HostsUpdatedInterrupt | None = None  # the last one
+        self._speaks = self._has_told = False
 
     def enter(self, state: Any) -> bool:
         """Note that ``run`` was called with a state; return whether this is the first call.
@@ -68,6 +75,29 @@ class RankSession:
             )
         is_first, self.state = self.state is None, state
         return is_first
+
+    def interrupt(self) -> NoReturn:
+        """Raise HostsUpdatedInterrupt."""
+        self.check_interrupt()
+        self._speaks = rank() == 0
+        self._interrupt = HostsUpdatedInterrupt()
+        raise self._interrupt
+
+    def check_interrupt(self) -> None:
+        """Say once, on rank 0, where the program has caught HostsUpdatedInterrupt, which is for ``run``."""
+        passed = None if self._interrupt is None else self._interrupt.__traceback__
+        self._interrupt = None  # it keeps the variables of the functions alive that it has passed
+        if passed is None or self._has_told or not self._speaks:
+            return
+        self._has_told = True
+        code = passed.tb_frame.f_code
+        _log.warning(
+            "%s:%d in %s: the program has caught HostsUpdatedInterrupt, so the job cannot change its hosts:"
+            " let it pass, as by `except hvd.HostsUpdatedInterrupt: raise` before `except Exception`",
+            code.co_filename,
+            passed.tb_lineno,
+            code.co_qualname,
+        )
 
     @property
     def held(self) -> Seal | None:

@@ -18,7 +18,6 @@ from pyhvd.elastic import exchange, pickles
 from pyhvd.elastic.handlers import Handler, choose
 from pyhvd.elastic.sampler import ElasticSampler
 from pyhvd.elastic.session import RankSession, current
-from pyhvd.errors import HostsUpdatedInterrupt
 from pyhvd.job.commits.store import StoreError
 from pyhvd.job.commits.vault import LOST_OTHERS, load, packed_size
 
@@ -171,7 +170,7 @@ class State:
         if durable and (why := exchange.wait_until_stored(session)):
             raise StoreError(why)
         if shall_leave:
-            raise HostsUpdatedInterrupt
+            session.interrupt()
 
     def check_host_updates(self) -> None:
         """Commit and make room if hosts have changed; every rank must call it after the same step.
@@ -184,7 +183,7 @@ class State:
         session = self._session("check_host_updates")
         if session is not None and exchange.any_rank(flag=session.shall_leave):
             self._commit(session)
-            raise HostsUpdatedInterrupt
+            session.interrupt()
 
     # -- what run() calls ------------------------------------------------------------------------------
 

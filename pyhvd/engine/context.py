@@ -52,7 +52,7 @@ from pyhvd.observe.metrics import Meter
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.transport.arena import Arena, NoArena
-from pyhvd.transport.fabric import Fabric, allgather_bytes
+from pyhvd.transport.fabric import Fabric, allgather_bytes, decode_from
 from pyhvd.transport.hosts import HostsFabric
 from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.world import World
@@ -168,7 +168,10 @@ class Context:
             here(),
         )
         payloads = allgather_bytes(world.fabric, msgspec.msgpack.encode(hello))
-        heard = [_hello_decoder.decode(data) for data in payloads]
+        heard = [
+            decode_from(rank, data, _hello_decoder.decode, "its greeting")
+            for rank, data in enumerate(payloads)
+        ]
         sets = _agree(heard)
         self.config = self._adopt(config, heard)
         self.job = heard[0].job

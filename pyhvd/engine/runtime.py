@@ -167,6 +167,7 @@ class Runtime:
         self._long_rounds: deque[StillInRound] = deque()
         self._stop_sent = self._recalls_due = False
         self._waiting_due = 0.0
+        self._knows_capacity = False
         # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
@@ -304,10 +305,24 @@ class Runtime:
         if self._node.held is None:
             self._give_orders(coordinator)
         if self._node.respond(now):
+            self._look_at_cache(coordinator)
             return True
         if self._node.held is None:
             self._announce_recalls()
         return active
+
+    def _look_at_cache(self, coordinator: Coordinator) -> None:
+        """Say once if the response cache has too few slots for the tensors of a step."""
+        if self._knows_capacity or not (wanted := coordinator.wanted_slots()):
+            return
+        self._knows_capacity = True
+        _log.warning(
+            "%d tensors come again and again, but the response cache has %d slots: the ranks negotiate the"
+            " others in full each time. Set PYHVD_CACHE_CAPACITY=%d or more (pyhvdrun --cache-capacity)",
+            wanted,
+            self._config.cache_capacity,
+            wanted,
+        )
 
     def _give_orders(self, coordinator: Coordinator) -> None:
         """Let the next list carry knobs, or an order about timelines, if there are new ones."""

@@ -24,8 +24,9 @@ cdef class Agreement:
     cdef pyhvd_agreement c
     cdef list hosts
     cdef dict places  # {rank: (its host, its number there)}
-    cdef dict recalled  # {set: bits}, to be announced
-    cdef dict delegated  # {set: {slot: version}}, to be announced
+    # To be announced; no value is empty:
+    cdef dict recalled  # {set: bits}
+    cdef dict delegated  # {set: {slot: version}}
 
     def __cinit__(self, int rank, hosts, parents, connections, bells, background_bells):
         cdef int32_t[MAX_HOSTS] above
@@ -59,9 +60,16 @@ cdef class Agreement:
 
     cdef int note_recall(self, int set_id, bits) except -1:
         cdef dict fresh = self.delegated.get(set_id, {})
-        for slot in [slot for slot in fresh if bits >> slot & 1]:
-            del fresh[slot]
-        self.recalled[set_id] = self.recalled.get(set_id, 0) | bits
+        self.drop_delegated(set_id, [slot for slot in fresh if bits >> slot & 1])
+        if bits:
+            self.recalled[set_id] = self.recalled.get(set_id, 0) | bits
+        return 0
+
+    cdef int drop_delegated(self, int set_id, slots) except -1:
+        for slot in slots:
+            del self.delegated[set_id][slot]
+        if not self.delegated.get(set_id, True):
+            del self.delegated[set_id]
         return 0
 
     cdef int note_delegation(self, int set_id, uint32_t slot, uint64_t version) except -1:
@@ -70,30 +78,43 @@ cdef class Agreement:
 
     cdef bint announce(self, pyhvd_ready_table* table, uint64_t number, ranks) except -1:
         """Announce what was noted, and a response list (0: none); return False if there is no room now."""
-        while sum(map(len, self.delegated.values())) > MOST_DELEGATED:
-            if not self.announce_some(table, 0, ()):
+        recalled, delegated = self.next_part()
+        while recalled != self.recalled or delegated != self.delegated:
+            if not self.announce_part(table, 0, (), recalled, delegated):
                 return False
-        if not (number or any(self.recalled.values()) or any(self.delegated.values())):
+            recalled, delegated = self.next_part()
+        if not (number or recalled or delegated):
             return True
-        return self.announce_some(table, number, ranks)
+        return self.announce_part(table, number, ranks, recalled, delegated)
 
-    cdef bint announce_some(self, pyhvd_ready_table* table, uint64_t number, ranks) except -1:
-        """Announce all recalls, and at most MOST_DELEGATED delegations."""
-        cdef OrderList announced
-        cdef int written
-        cdef dict chosen = {}
-        cdef int left = MOST_DELEGATED
+    cdef tuple next_part(self):
+        """Return what one list can recall, and then delegate: ORDER_RANGES ranges, MOST_DELEGATED slots."""
+        cdef int ranges = ORDER_RANGES, left = MOST_DELEGATED
+        cdef dict recalled = {}, delegated = {}
+        for set_id, bits in self.recalled.items():
+            for part in in_ranges(bits)[:ranges]:
+                recalled[set_id] = recalled.get(set_id, 0) | part
+                ranges -= 1
         for set_id, fresh in self.delegated.items():
-            chosen[set_id] = {slot: fresh[slot] for slot in sorted(fresh)[:left]}
-            left -= len(chosen[set_id])
-        announced = OrderList(number, ranks, self.recalled, chosen)
+            for part in in_ranges(sum(1 << slot for slot in sorted(fresh)[:left]))[:ranges]:
+                chosen = {slot: version for slot, version in fresh.items() if part >> slot & 1}
+                delegated.setdefault(set_id, {}).update(chosen)
+                ranges -= 1
+                left -= len(chosen)
+        return recalled, delegated
+
+    cdef bint announce_part(
+        self, pyhvd_ready_table* table, uint64_t number, ranks, dict recalled, dict delegated
+    ) except -1:
+        cdef OrderList announced = OrderList(number, ranks, recalled, delegated)
+        cdef int written
         with nogil:
             written = pyhvd_agreement_announce_list(table, &announced.c)
         if written:
-            self.recalled.clear()
-            for set_id, slots in chosen.items():
-                for slot in slots:
-                    del self.delegated[set_id][slot]
+            left = {set_id: bits & ~recalled.get(set_id, 0) for set_id, bits in self.recalled.items()}
+            self.recalled = {set_id: bits for set_id, bits in left.items() if bits}
+            for set_id, slots in delegated.items():
+                self.drop_delegated(set_id, slots)
         return written != 0
 
     cdef dict look(self, pyhvd_ready_table* table, int set_id):
@@ -111,10 +132,10 @@ cdef class Agreement:
         return found
 
     cdef tuple lost(self):
-        """Return (host, errno or 0, note) of a host that is lost, or has sent a note; or None."""
+        """Return (host, the host that found it so, errno or 0, note) of a lost or failed host; or None."""
         cdef pyhvd_shared_agreement* shared = self.c.shared
         cdef uint32_t found = shared.lost
         if not found:
             return None
         error = 0 if shared.error == PYHVD_CLOSED_BY_PEER else shared.error
-        return int(found) - 1, error, (<const char*>shared.note)[:shared.note_bytes]
+        return int(found) - 1, int(shared.finder), error, (<const char*>shared.note)[:shared.note_bytes]

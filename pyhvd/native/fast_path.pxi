@@ -12,13 +12,15 @@ def _count_generation():
 os.register_at_fork(after_in_child=_count_generation)
 
 
-def ready_table_bytes(int size, uint32_t slots=0, Agreement agreement=None):
-    """Return the bytes of a ready table for ``size`` ranks; for several hosts, with ``slots`` per set."""
-    return _table_bytes(size) + (0 if agreement is None else pyhvd_agreement_bytes(&agreement.c, slots))
+def ready_table_bytes(int size, uint32_t slots, Agreement agreement=None):
+    """Return the bytes of a ready table for ``size`` ranks, with ``slots`` per process set."""
+    return _table_bytes(size, slots) + (
+        0 if agreement is None else pyhvd_agreement_bytes(&agreement.c, slots)
+    )
 
 
-cdef size_t _table_bytes(int size):
-    return (pyhvd_ready_table_bytes(size) + 127) // 128 * 128
+cdef size_t _table_bytes(int size, uint32_t slots):
+    return (pyhvd_ready_table_bytes(size, slots) + 127) // 128 * 128
 
 
 cdef class PathSet:
@@ -110,7 +112,7 @@ cdef class FastPath(ReadyTableEnd):
         self.delegates = delegates
         self.ranks = list(range(size))
         if agreement is not None:
-            pyhvd_agreement_attach(&agreement.c, <void*>(base + _table_bytes(size)), slots)
+            pyhvd_agreement_attach(&agreement.c, <void*>(base + _table_bytes(size, slots)), slots)
             self.agreement = agreement
             self.c.setup.table.agreement = &agreement.c
             self.ranks = agreement.hosts[agreement.c.tree.host]

@@ -14,10 +14,15 @@ cdef class OrderList:
         Slots that it recalls, as bit vectors, by process set.
     delegated : dict of int to (dict of int to int)
         Slots that it delegates, with their versions, by process set.
+
+    Raises
+    ------
+    ValueError
+        The slots make up more ranges than a list can have.
     """
 
     cdef pyhvd_order_list c
-    cdef pyhvd_slot_range[32] ranges
+    cdef pyhvd_slot_range[ORDER_RANGES] ranges
     cdef list kept  # what the ranges point to
 
     def __cinit__(self, uint64_t number, ranks, dict recalled, dict delegated):
@@ -32,29 +37,36 @@ cdef class OrderList:
         self.c.audience_bytes = <uint32_t>len(audience)
         self.c.ranges = self.ranges
         for set_id, bits in recalled.items():
-            if bits:
-                self.add(PYHVD_RECALLED, set_id, bits, b"")
+            for part in in_ranges(bits):
+                self.add(PYHVD_RECALLED, set_id, part, b"")
         for set_id, slots in delegated.items():
-            if slots:
-                versions = [slots[slot] for slot in sorted(slots)]
+            for part in in_ranges(sum(1 << slot for slot in slots)):
+                versions = [slots[slot] for slot in sorted(slots) if part >> slot & 1]
                 if len(set(versions)) == 1:
                     versions = versions[:1]
-                bits = 0
-                for slot in slots:
-                    bits |= 1 << slot
                 packed = b"".join(int(version).to_bytes(8, "little") for version in versions)
-                self.add(PYHVD_DELEGATED, set_id, bits, packed)
+                self.add(PYHVD_DELEGATED, set_id, part, packed)
 
     cdef int add(self, uint32_t kind, uint32_t set_id, bits, bytes values) except -1:
+        if self.c.n == ORDER_RANGES:
+            raise ValueError(f"a list recalls and delegates at most {ORDER_RANGES} ranges of slots")
         fill_range(&self.ranges[self.c.n], kind, set_id, bits, values, self.kept)
         self.c.n += 1
         return 0
 
 
+cdef list in_ranges(bits):
+    """Cut a bit vector of slots into vectors of which each is one range; see host_order.h, invariant 12."""
+    cdef object most = 64 * RANGE_WORDS
+    return [
+        part << at for at in range(0, bits.bit_length(), most) if (part := bits >> at & (1 << most) - 1)
+    ]
+
+
 cdef int fill_range(
     pyhvd_slot_range* slots, uint32_t kind, uint32_t set_id, bits, bytes values, list kept
 ) except -1:
-    """Fill a range from a bit vector of slots, which is not empty; `kept` keeps what it points to."""
+    """Fill a range from its slots, which are not empty, as a bit vector; `kept` keeps what it points to."""
     cdef uint32_t first = ((bits & -bits).bit_length() - 1) // 64
     cdef uint32_t end = (bits.bit_length() + 63) // 64
     cdef bytes words = (bits >> 64 * first).to_bytes((end - first) * 8, "little")
@@ -122,19 +134,22 @@ cdef class HostTree:
         free(self.memory)
 
     def announce(self, int set_id, bits):
-        """Announce slots that all ranks of this host have marked; return the messages.
+        """Announce slots that all ranks of this host have marked; return the messages."""
+        cdef pyhvd_slot_range slots
+        cdef list kept = []
+        messages = []
+        for part in in_ranges(bits):
+            fill_range(&slots, PYHVD_ANNOUNCED, set_id, part, b"", kept)
+            messages += self.to_above(
+                pyhvd_host_tree_announce(&self.c, &slots, NULL, self.out, sizeof(self.out))
+            )
+        return messages
+
+    def announce_list(self, int number, ranks, dict recalled, dict delegated):
+        """Announce a response list, on host 0; see :class:`OrderList`. Return the messages.
 
         Returns None if there is no room for lists that others have not taken.
         """
-        cdef pyhvd_slot_range slots
-        cdef list kept = []
-        fill_range(&slots, PYHVD_ANNOUNCED, set_id, bits, b"", kept)
-        return self.to_above(
-            pyhvd_host_tree_announce(&self.c, &slots, NULL, self.out, sizeof(self.out))
-        )
-
-    def announce_list(self, int number, ranks, dict recalled, dict delegated):
-        """Announce a response list, on host 0; see :class:`OrderList`. Return as :meth:`announce`."""
         cdef OrderList announced = OrderList(number, ranks, recalled, delegated)
         return self.to_above(
             pyhvd_host_tree_announce(&self.c, NULL, &announced.c, self.out, sizeof(self.out))
@@ -191,7 +206,7 @@ cdef class HostTree:
             if written > 0:
                 messages.append((child, (<const char*>self.out)[:written]))
         if entry.kind == PYHVD_BATCH:
-            bits = bits_in(&entry.words[entry.first], entry.first, entry.end)
+            bits = bits_in(entry.words, entry.first, entry.end)
             return False, entry.set, {entry.set: bits}, {}, messages
         recalled, delegated = {}, {}
         while pyhvd_host_order_next_range(self.c.order, &entry, &found):

@@ -216,7 +216,7 @@ cdef class ReadyTableEnd:
     # -- other hosts -----------------------------------------------------------------------------------
 
     def lost(self):
-        """Return (host, errno or 0, note) of a host that is lost or has sent a note; or None."""
+        """Return (host, the host that found it so, errno or 0, note) of a lost or failed host; or None."""
         return None if self.agreement is None else self.agreement.lost()
 
     def await_lost(self, double seconds):

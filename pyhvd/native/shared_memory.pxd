@@ -199,6 +199,9 @@ cdef extern from "agreement/host_order.h" nogil:
         uint64_t number
 
     enum:
+        ORDER_RANGES "PYHVD_ORDER_RANGES"
+
+    enum:
         PYHVD_ANNOUNCED
         PYHVD_RECALLED
         PYHVD_DELEGATED
@@ -263,6 +266,7 @@ cdef extern from "agreement/agreement.h" nogil:
 
     ctypedef struct pyhvd_shared_agreement:
         uint32_t lost
+        uint32_t finder
         int error
         uint32_t note_bytes
         uint8_t* note
@@ -285,6 +289,7 @@ cdef extern from "agreement/ready_table.h" nogil:
     enum:
         PYHVD_BATCH
         PYHVD_LATER
+        RANGE_WORDS "PYHVD_RANGE_WORDS"
 
     cpdef enum:
         SETS "PYHVD_MAX_SETS"
@@ -316,7 +321,7 @@ cdef extern from "agreement/ready_table.h" nogil:
         uint32_t* ids
         uint64_t* versions
 
-    size_t pyhvd_ready_table_bytes(int size)
+    size_t pyhvd_ready_table_bytes(int size, uint32_t slots)
     void pyhvd_slot_list_renew(pyhvd_slot_list* slots, uint32_t k, uint64_t version)
     void pyhvd_ready_table_attach(pyhvd_ready_table* t, void* base, int rank, int size, uint32_t slots)
     void pyhvd_ready_table_clear(pyhvd_ready_table* t)

@@ -105,10 +105,10 @@ class Delegation:
         # With several hosts, the ready table may not know yet that a slot was recalled.
         used &= self.delegated
         marked = {rank: bits & self.delegated for rank, bits in marked.items() if bits & self.delegated}
-        self._cache.touch(iter_bits(used))
         anyone = 0
         for bits in marked.values():
             anyone |= bits
+        self._cache.looked(iter_bits(used | anyone))
         before = {slot: since for slot, since in self._first_seen.items() if not used >> slot & 1}
         self._first_seen = {slot: before.get(slot, now) for slot in iter_bits(anyone)}
         return marked

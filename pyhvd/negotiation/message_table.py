@@ -44,6 +44,7 @@ Invariants between two events (:meth:`MessageTable.validate` checks them):
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -175,14 +176,14 @@ class CallSites:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, dict[str, int]] = {}  # the ranks of each line, by tensor
+        self._lines: OrderedDict[str, dict[str, int]] = OrderedDict()  # the ranks of each line, by tensor
 
     def note(self, name: str, ranks: int, site: str) -> None:
         """Remember the line of some ranks; an empty ``site`` is unknown."""
         if not site:
             return
         if name not in self._lines and len(self._lines) >= MAX_SITES:
-            del self._lines[next(iter(self._lines))]
+            self._lines.popitem(last=False)
         before = self._lines.get(name, {})
         lines = {line: others for line, known in before.items() if (others := known & ~ranks)}
         lines[site] = lines.get(site, 0) | ranks
@@ -330,7 +331,6 @@ class MessageTable:
                 if members.bit_count() != group[1]:
                     ready &= ~members
         self._hits.drop(ready)
-        self.cache.touch(iter_bits(ready))
         self._answered_slots |= ready
         return ready
 
@@ -443,7 +443,8 @@ class MessageTable:
         """Recall the slot that a new tensor would get, and prefer one that is neither marked nor recent."""
         if self._delegation is None or self.cache.victim(name, 0) < 0:
             return
-        self._delegation.look(self.last_submission)
+        if self.cache.must_look(name):
+            self._delegation.look(self.last_submission)
         while (slot := self.cache.victim(name, self._hits.anyone())) >= 0:
             if not self._delegation.delegated >> slot & 1:
                 return
@@ -452,6 +453,7 @@ class MessageTable:
     # -- IDLE -> PENDING HIT -> IN TABLE -------------------------------------------------------------
 
     def _hold_hits(self, senders: Senders, bits: int, now: float) -> None:
+        self.cache.touch(iter_bits(bits))
         self._hits.hold_since(senders.ranks, bits, now)
         if self._stragglers is not None and (complete := self._hits.held_by(self.members) & bits):
             since = min(self._hits.since(slot, now) for slot in iter_bits(complete))

@@ -438,39 +438,41 @@ def is_out_of_band(data: bytes | bytearray) -> bool:
     return data[0] == _OUT_OF_BAND
 
 
-def decode_out_of_band(data: bytes | bytearray) -> OutOfBand:
+def decode_out_of_band(data: bytes | bytearray, source: int) -> OutOfBand:
     """Read an out-of-band message; raise InternalError if it is none of this protocol version."""
-    return _decode(_out_of_band_decoder, memoryview(data)[1:], "message")
+    return _decode(_out_of_band_decoder, memoryview(data)[1:], "message", source)
 
 
-def decode_requests(data: bytes | bytearray | memoryview) -> RequestList:
+def decode_requests(data: bytes | bytearray | memoryview, source: int) -> RequestList:
     """Read a worker's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_request_decoder, data, "request list")
+    return _decode(_request_decoder, data, "request list", source)
 
 
-def decode_merged(data: bytes | bytearray | memoryview) -> MergedList:
+def decode_merged(data: bytes | bytearray | memoryview, source: int) -> MergedList:
     """Read a leader's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_merged_decoder, data, "merged request list")
+    return _decode(_merged_decoder, data, "merged request list", source)
 
 
-def decode_relayed(data: bytes | bytearray | memoryview) -> RelayedList:
+def decode_relayed(data: bytes | bytearray | memoryview, source: int) -> RelayedList:
     """Read a list for a leader; raise InternalError if it is none of this protocol version."""
-    return _decode(_relayed_decoder, data, "relayed response list")
+    return _decode(_relayed_decoder, data, "relayed response list", source)
 
 
-def decode_responses(data: bytes | bytearray | memoryview) -> ResponseList:
+def decode_responses(data: bytes | bytearray | memoryview, source: int) -> ResponseList:
     """Read the coordinator's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_response_decoder, data, "response list")
+    return _decode(_response_decoder, data, "response list", source)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | bytearray | memoryview, kind: str) -> M:
+def _decode(
+    decoder: msgspec.msgpack.Decoder[M], data: bytes | bytearray | memoryview, kind: str, source: int
+) -> M:
     try:
         message = decoder.decode(data)
-    except msgspec.DecodeError as exc:
-        raise InternalError(f"cannot decode a {kind} of {len(data)} bytes: {exc}") from exc
+    except msgspec.MsgspecError as exc:
+        raise InternalError.unreadable(source, f"a {kind}", len(data), exc) from None
     if message.version != PROTOCOL_VERSION:
         raise InternalError(
-            f"another rank uses protocol version {message.version}, this rank {PROTOCOL_VERSION}:"
+            f"rank {source} uses protocol version {message.version}, this rank {PROTOCOL_VERSION}:"
             " install the same pyhvd on every rank"
         )
     return message

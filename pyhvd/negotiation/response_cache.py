@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from pyhvd.negotiation.messages import Request, Response, iter_bits
 
+MAX_WITHOUT = 65536
+"""Tensors without a slot of which a process set knows when they came; the oldest are forgotten first."""
+
 Group = tuple[str, int]
 """A grouped call: its name and its number of tensors."""
 
@@ -50,10 +53,20 @@ class Slot:
 class SlotTable:
     """The coordinator's half of one process set's response cache.
 
+    A tensor that is new gets the slot that was not used for longest. A tensor that was there before gets
+    that slot only if it was not used since the tensor came last but one. So tensors that come in each step
+    keep their slots, and others do without: of more tensors than slots, in the same order in each step,
+    the least recently used would always be the one that comes next.
+
     Parameters
     ----------
     capacity : int
         Most slots; 0 turns the cache off.
+
+    Attributes
+    ----------
+    wanted : int
+        How many slots the tensors need that come in each step; 0 while they have enough.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -63,7 +76,12 @@ class SlotTable:
         self._by_name: dict[str, int] = {}
         self._by_group: dict[Group, int] = {}
         self._contested: int | None = None  # slots of group names with several sizes; None: not known
-        self._recency: OrderedDict[int, None] = OrderedDict()
+        self.wanted = 0
+        self._time = 0  # counts the tensors that were answered in full
+        self._looked = 0  # the time of the last look at the ready table
+        self._recency: OrderedDict[int, int] = OrderedDict()  # slots and when they were used, oldest first
+        # When a tensor without a slot came last but one (0: it had a slot, or was not known), and last.
+        self._without: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._retired: dict[int, list[tuple[int, Slot]]] = {}
 
     def __len__(self) -> int:
@@ -103,7 +121,13 @@ class SlotTable:
     def touch(self, slots: Iterable[int]) -> None:
         """Mark slots as used just now."""
         for slot in slots:
+            self._recency[slot] = self._time
             self._recency.move_to_end(slot)
+
+    def looked(self, used: Iterable[int]) -> None:
+        """Mark slots as used that a look at the ready table has found in use."""
+        self._looked = self._time
+        self.touch(used)
 
     def assign(self, requests: Mapping[Request, int], busy: int, list_number: int) -> int:
         """Choose the slot in which every rank will remember a tensor.
@@ -120,14 +144,16 @@ class SlotTable:
         Returns
         -------
         int
-            The slot; -1 if all slots are busy.
+            The slot; -1 if all slots are busy, or used too often.
         """
         first = next(iter(requests))
         name = first.name
+        self._time += 1
         slot = self._by_name.get(name, -1)
         if slot < 0:
-            slot = self._free_slot(busy)
+            slot = self._free_slot(name, busy)
         if slot < 0:
+            self._do_without(name)
             return -1
         old = self._slots.get(slot)
         if old is None or old.requests != requests:
@@ -138,16 +164,21 @@ class SlotTable:
             if new.group is not None:
                 self._by_group[new.group] = self._by_group.get(new.group, 0) | 1 << slot
                 self._contested = None
-            self._recency[slot] = None
+            self._without.pop(name, None)
             self.last_change = list_number
-        self._recency.move_to_end(slot)
+        self.touch((slot,))
         return slot
 
     def victim(self, name: str, busy: int) -> int:
         """Return the slot that :meth:`assign` would take from another tensor, or -1."""
         if name in self._by_name or len(self._slots) < self.capacity:
             return -1
-        return self._free_slot(busy)
+        return self._free_slot(name, busy)
+
+    def must_look(self, name: str) -> bool:
+        """Return whether to look at the ready table before a tensor gets a slot: not for each tensor."""
+        _, last = self._without.get(name, (0, 0))
+        return self._looked < max(last, self._time - self.capacity // 16)
 
     def meaning(self, slot: int, seen: int) -> Slot | None:
         """Return the meaning of a slot for a rank that has processed response lists up to ``seen``."""
@@ -168,13 +199,40 @@ class SlotTable:
             else:
                 del self._retired[slot]
 
-    def _free_slot(self, busy: int) -> int:
+    def _free_slot(self, name: str, busy: int) -> int:
         if len(self._slots) < self.capacity:
             return len(self._slots)
-        return next((slot for slot in self._recency if not busy >> slot & 1), -1)
+        slot = self._oldest(busy)
+        if slot >= 0 and name in self._without and self._recency[slot] >= self._without[name][0]:
+            return -1
+        return slot
+
+    def _oldest(self, busy: int) -> int:
+        """Return the slot that was not used for longest, or -1; a busy one is used just now."""
+        for _ in range(len(self._recency)):
+            slot = next(iter(self._recency))
+            if not busy >> slot & 1:
+                return slot
+            self.touch((slot,))
+        return -1
+
+    def _do_without(self, name: str) -> None:
+        """Note that a tensor came and got no slot."""
+        before, last = self._without.pop(name, (0, 0))
+        if before and not self.wanted:
+            again = sum(1 for each, _ in self._without.values() if each)
+            self.wanted = self.capacity + 1 + again
+        self._remember(name, last, self._time)
+
+    def _remember(self, name: str, before: int, last: int) -> None:
+        """Keep when a tensor without a slot came last but one, and last."""
+        self._without[name] = before, last
+        if len(self._without) > MAX_WITHOUT:
+            self._without.popitem(last=False)
 
     def _retire(self, slot: int, old: Slot, list_number: int) -> None:
         del self._by_name[old.name]
+        self._remember(old.name, 0, self._recency[slot])
         if old.group is not None:
             self._contested = None
             self._by_group[old.group] &= ~(1 << slot)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyhvd._version import __version__
+from pyhvd.common.text import describe_import_error
 from pyhvd.errors import ConfigError
 from pyhvd.observe.endpoint_files import RankFile, write_file
 from pyhvd.observe.metrics import Histogram, Metrics
@@ -181,7 +182,7 @@ class Endpoint:
     Raises
     ------
     ImportError
-        prometheus-client is not installed.
+        prometheus-client cannot be imported.
     ConfigError
         The port is not available, or the address does not belong to this host.
     """
@@ -190,10 +191,8 @@ class Endpoint:
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as exc:
-            raise ImportError(
-                "PYHVD_METRICS_PORT needs prometheus-client, which is not installed:"
-                ' pip install "pyhvd[metrics]"'
-            ) from exc
+            needed = describe_import_error(exc, "prometheus-client", "metrics")
+            raise ImportError(f"PYHVD_METRICS_PORT needs {needed}") from exc
         self._registry = CollectorRegistry(auto_describe=False)
         self._path: Path | None = None
         self._pid = os.getpid()

@@ -24,6 +24,7 @@ from pyhvd.run.horovod_name import AS_HOROVOD
 from pyhvd.run.options import ElasticOptions, Options
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+_VERSIONS = ("3", f"3.{sys.version_info[1]}")
 _NO_EFFECT = {
     "--mpi": "ranks always use MPI",
     "--gloo": "ranks always use MPI",
@@ -169,12 +170,20 @@ def without_python(arguments: Sequence[str]) -> list[str]:
 
 
 def _after_python(program: list[str]) -> list[str]:
-    """Return a program without ``python`` and its option ``-u`` in front: the ranks' Python runs it."""
-    if program and _PYTHON.fullmatch(os.path.basename(program[0])):
+    """Return a program without this Python and its option ``-u`` in front: the ranks' Python runs it."""
+    if program and _is_this_python(program[0]):
         after = list(itertools.dropwhile("-u".__eq__, program[1:]))
         if after and (not after[0].startswith("-") or after[0] in ("-m", "-c")):
             return after
     return program
+
+
+def _is_this_python(command: str) -> bool:
+    """Return whether a command names this Python: by its path, or without one, and by its version, if any."""
+    folder, name = os.path.split(command)
+    if not (named := _PYTHON.fullmatch(name)) or (named[1] or "3") not in _VERSIONS:
+        return False
+    return not folder or os.path.realpath(folder) == os.path.realpath(os.path.dirname(sys.executable))
 
 
 def _is_python_script(path: str) -> bool:
@@ -197,11 +206,17 @@ def _check_program(program: list[str], parser: argparse.ArgumentParser) -> None:
         parser.error("a script read from stdin would reach rank 0 only: save it to a file")
     if program[0] in ("-m", "-c") and len(program) < 2:
         parser.error(f"argument expected for the {program[0]} option")
-    if _PYTHON.fullmatch(os.path.basename(program[0])):
+    if not _PYTHON.fullmatch(os.path.basename(program[0])):
+        return
+    if not _is_this_python(program[0]):
         parser.error(
-            f"after {program[0]!r} give a script, -m module or -c code, without other options of Python: the"
-            " ranks' Python has those of the launcher's, as in python -O -m pyhvd.run -n N script.py"
+            f"{program[0]!r} is another Python than that of the ranks, {sys.executable}: leave it out, or"
+            " start the job by the other one, as in python -m pyhvd.run -n N script.py"
         )
+    parser.error(
+        f"after {program[0]!r} give a script, -m module or -c code, without other options of Python: the"
+        " ranks' Python has those of the launcher's, as in python -O -m pyhvd.run -n N script.py"
+    )
 
 
 def _joined(own: list[str]) -> list[str]:

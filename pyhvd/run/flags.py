@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pyhvd.common.text import describe_import_error
 from pyhvd.config import WITHOUT_EFFECT, Config, ConfigEntry, suffix_of
 
 T = TypeVar("T")
@@ -139,8 +140,10 @@ def read_config_file(path: str, tell: Callable[[str], object]) -> dict[str, str]
     """
     try:
         import yaml
-    except ImportError:
-        raise ConfigFileError('--config-file needs PyYAML: pip install "pyhvd[cli]"') from None
+    except ImportError as exc:
+        raise ConfigFileError(
+            f"--config-file needs {describe_import_error(exc, 'PyYAML', 'cli', 'yaml')}"
+        ) from None
     try:
         with open(path, encoding="utf-8") as file:
             sections = yaml.safe_load(file) or {}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pyhvd.native.shared_memory import HostTree
+from pyhvd.native.shared_memory import MAX_SLOTS, HostTree
 from pyhvd.negotiation.messages import GLOBAL_SET, iter_bits
 from pyhvd.simulation.clock import SimulatedProcess
 from pyhvd.simulation.network import Wires
@@ -118,7 +118,7 @@ class HostTable:
                 self._carry_out_batch(complete)
             return
         if complete:
-            self._post(self._tree.announce(GLOBAL_SET, complete) or [])
+            self._post(self._tree.announce(GLOBAL_SET, complete))
         self._take_entries(self._tree)
         self._post(self._tree.owed())
         self._take_entries(self._tree)
@@ -226,8 +226,8 @@ class CoordinatorTable:
 
 
 def slots_for(tensors: int) -> int:
-    """Return the number of slots of tables for so many tensors."""
-    return max(-(-tensors // 64) * 64, 64)
+    """Return the number of slots of tables for so many tensors, as :func:`open_fast_path` chooses it."""
+    return max(min(-(-tensors // 64) * 64, MAX_SLOTS), 64)
 
 
 def make_trees(parents: Sequence[int], slots: int) -> list[HostTree]:

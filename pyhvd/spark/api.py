@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from pyhvd.common.text import describe_import_error
 from pyhvd.config import read_timeout
 from pyhvd.job import errors as job_errors
 from pyhvd.job.driver.console import Console, log_warning
@@ -261,8 +262,8 @@ def _mpiexec(arguments: list[str], executable: str | None) -> MpiexecRendezvous:
 def active_context() -> Any:
     try:
         from pyspark import SparkContext
-    except ImportError:
-        raise SparkError('pyspark is not installed: pip install "pyhvd[spark]"') from None
+    except ImportError as exc:
+        raise SparkError(f"pyhvd.spark needs {describe_import_error(exc, 'pyspark', 'spark')}") from None
     context = SparkContext._active_spark_context
     if context is None:
         from pyspark.sql.utils import is_remote

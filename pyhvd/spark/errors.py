@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pyhvd.common.text import exception_text, shorten
+from pyhvd.common.text import describe_import_error, exception_text, shorten
 from pyhvd.job import errors
 from pyhvd.job.errors import LaunchError
 
@@ -52,8 +52,8 @@ def needed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as exc:
-        package = module.partition(".")[0]
-        raise SparkError(f'{package} cannot be imported ({exc}): pip install "pyhvd[spark]"') from None
+        why = describe_import_error(exc, module.partition(".")[0], "spark")
+        raise SparkError(f"pyhvd.spark needs {why}") from None
 
 
 def reason_of(exc: BaseException) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from pyhvd.common.text import describe_import_error
+
 MOST_BYTES = 1 << 24
 """Upper bound of the bytes of a rank's metrics; longer answers are rejected."""
 
@@ -84,10 +86,8 @@ def parse(text: str, when: float) -> MetricsReading | None:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as exc:
-        raise ImportError(
-            "python -m pyhvd top needs prometheus-client, which is not installed:"
-            ' pip install "pyhvd[metrics]"'
-        ) from exc
+        why = describe_import_error(exc, "prometheus-client", "metrics")
+        raise ImportError(f"python -m pyhvd top needs {why}") from exc
     samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     try:
         for family in text_string_to_metric_families(text):

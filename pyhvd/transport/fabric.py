@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from pyhvd.arrays import Bytes
+from pyhvd.errors import InternalError
+
+T = TypeVar("T")
 
 
 class Aborted(Exception):
@@ -87,6 +91,14 @@ class Fabric(Protocol):
 
     def close(self) -> None:
         """Free the fabric's resources; collective."""
+
+
+def decode_from(rank: int, data: bytes, decode: Callable[[bytes], T], what: str) -> T:
+    """Return what a rank of the set has sent; raise InternalError, with the rank, if it cannot be read."""
+    try:
+        return decode(data)
+    except msgspec.MsgspecError as exc:
+        raise InternalError.unreadable(rank, what, len(data), exc) from None
 
 
 def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:

@@ -75,6 +75,7 @@ class HostsFabric(ShmFabric):
         self.hosts = [list(each) for each in hosts]
         names = [name.decode() for name in allgather_bytes(inner, socket.gethostname().encode())]
         self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in hosts]
+        self._here = next(k for k, each in enumerate(self.hosts) if inner.rank in each)
         self.layout = MoveLayout(self.hosts, inner.rank)
         self._exchange = exchange
         self._links = links
@@ -227,7 +228,8 @@ class HostsFabric(ShmFabric):
             if self._fast_path is not None and (told := self._fast_path.await_lost(_NOTE_SECONDS)):
                 raise self._all.error_of(*told)
             if self._exchange.lost is not None:
-                raise self.error_of(*self._exchange.lost, b"")
+                host, number = self._exchange.lost
+                raise self.error_of(host, self._here, number, b"")
         super().check(done=done)
 
     def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
@@ -247,14 +249,25 @@ class HostsFabric(ShmFabric):
         at, starts = np.array([address(array)], np.int64), np.array([0, len(array)], np.int64)
         self.check(done=self.window.allreduce(at, at, starts, code, op, 1.0, 1.0))
 
-    def error_of(self, host: int, number: int, note: bytes) -> Aborted | LinkLost:
-        """Return the exception for a host that has sent a note, or whose connection failed (errno or 0)."""
+    def error_of(self, host: int, finder: int, number: int, note: bytes) -> Aborted | LinkLost:
+        """Return the exception for a host that has sent a note, or that another host found lost.
+
+        Parameters
+        ----------
+        host, finder : int
+            The host, and the one whose connection to it has failed.
+        number : int
+            The errno of that connection; 0: a process of the host has ended.
+        note : bytes
+            The host's note; empty if it is lost.
+        """
         if note:
             return Aborted(note)
-        name, ranks = self._places[host]
+        places = [self._places[each] for each in (finder, host)]
+        ends = [f"host {name} ({describe_ranks(ranks)})" for name, ranks in places]
         why = os.strerror(number) if number else "a process there has ended"
-        text = f"the connection to host {name} ({describe_ranks(ranks)}) has failed: {why}"
-        return LinkLost(text, ranks[0])
+        text = f"the connection from {ends[0]} to {ends[1]} has failed: {why}"
+        return LinkLost(text, self._places[host][1][0])
 
 
 def chunk_across(chunk_size: int, hosts: int) -> int:

@@ -26,7 +26,7 @@ import msgspec
 
 from pyhvd.common.kernel import node_of
 from pyhvd.transport import link_sharing
-from pyhvd.transport.fabric import Fabric, allgather_bytes
+from pyhvd.transport.fabric import Fabric, allgather_bytes, decode_from
 from pyhvd.transport.link_addresses import HostAddress, candidates, host_addresses
 from pyhvd.transport.link_carrier import OpenMpi
 from pyhvd.transport.link_handshakes import Handshakes
@@ -133,8 +133,8 @@ class _Card(msgspec.Struct, array_like=True):
 
 
 # Made here: with ranks as threads, several first uses at once may crash msgspec.
-_card_decoder = msgspec.msgpack.Decoder(_Card)
-_failure_decoder = msgspec.msgpack.Decoder(tuple[int, str])
+_card = msgspec.msgpack.Decoder(_Card)
+_failure = msgspec.msgpack.Decoder(tuple[int, str])
 
 
 def open_links(
@@ -189,7 +189,7 @@ class _Opening:
             self._mine.key = new_key()
         cards = allgather_bytes(self._fabric, msgspec.msgpack.encode(self._mine))
         wanted = {0, self._layout.leader, *self._layout.peers.values()}
-        known = {rank: _card_decoder.decode(cards[rank]) for rank in wanted}
+        known = {rank: decode_from(rank, cards[rank], _card.decode, "its addresses") for rank in wanted}
         dials = {
             role: self._addresses(known[peer])
             for role, peer in self._layout.peers.items()
@@ -280,7 +280,10 @@ class _Opening:
         """Return one rank's failure, the same on all ranks; a rank names the one that says most first."""
         mine = next(((k, text) for k, text in enumerate(failures) if text), (len(failures), ""))
         gathered = allgather_bytes(self._fabric, msgspec.msgpack.encode(mine))
-        every = [_failure_decoder.decode(each) for each in gathered]
+        every = [
+            decode_from(rank, each, _failure.decode, "why it has no links")
+            for rank, each in enumerate(gathered)
+        ]
         return min(every, key=lambda failure: failure[0])[1]
 
     def _tell(self, known: Mapping[int, _Card], made: Mapping[LinkRole, socket.socket]) -> None:

@@ -59,7 +59,7 @@ class _Rank:
         if rank == 0:
             self.lane.clear()
             self.lane.open_ready_set(0, range(size))
-        arenas = [base + shared_memory.ready_table_bytes(size) + q * ARENA for q in range(size)]
+        arenas = [base + shared_memory.ready_table_bytes(size, SLOTS) + q * ARENA for q in range(size)]
         self.lane.know_arena(arenas[rank], ARENA)
         self.lane.open_set(0, window, arenas)
         for slot, request in enumerate(_requests()):
@@ -153,7 +153,7 @@ def _check(here: _Rank, which: int, rank: int, size: int, number: int) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_lanes_of_ranks_that_are_stopped_and_continued(size: int) -> None:
     area = -(-shared_memory.area_bytes(CHUNK) // 128) * 128
-    memory = mmap.mmap(-1, size * area + shared_memory.ready_table_bytes(size) + size * ARENA + 256)
+    memory = mmap.mmap(-1, size * area + shared_memory.ready_table_bytes(size, SLOTS) + size * ARENA + 256)
     progress = [_fork.Value("q", 0) for _ in range(size)]
     meet = _fork.Barrier(size)
     ranks: list[BaseProcess] = [

@@ -96,7 +96,8 @@ def test_options_end_where_the_program_begins() -> None:
     ("given", "program"),
     [
         (["python", "train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
-        (["/usr/bin/python3.11", "-u", "train.py", "-u"], ["train.py", "-u"]),
+        ([sys.executable, "-u", "train.py", "-u"], ["train.py", "-u"]),
+        ([f"python3.{sys.version_info[1]}", "train.py"], ["train.py"]),
         (["python3", "-m", "mypackage.train", "x"], ["-m", "mypackage.train", "x"]),
         (["python", "-c", "print(1)"], ["-c", "print(1)"]),
         (["pythonic.py", "train.py"], ["pythonic.py", "train.py"]),
@@ -104,6 +105,16 @@ def test_options_end_where_the_program_begins() -> None:
 )
 def test_python_before_the_program_is_left_out(given: list[str], program: list[str]) -> None:
     assert parse(["-n", "2", *given], under_mpiexec=False).program == program
+
+
+@pytest.mark.parametrize("other", ["/opt/other/bin/python", "python3.5", "python2"])
+def test_another_python_before_the_program_is_an_error(
+    other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["-n", "2", other, "train.py"], under_mpiexec=False)
+    text = f"{other!r} is another Python than that of the ranks, {sys.executable}: leave it out"
+    assert text in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("where", [("-n", "2"), ("-H", "localhost:2")])
@@ -204,6 +215,41 @@ def test_closed_descriptors_are_as_dev_null(tmp_path: Path, closed: str) -> None
     assert ended.out == ("" if ">&-" in closed.split() else "hello\n" * 2)
     assert ended.err.count("hello\n") == (0 if "2>&-" in closed else 2)
     assert "Error" not in ended.err
+
+
+ON_A_TERMINAL = """
+import os, pty, subprocess, sys
+child, terminal = pty.fork()
+if child == 0:
+    group = 0 if sys.argv[1] == "background" else None
+    job = subprocess.Popen(sys.argv[2:], process_group=group)
+    job.wait(60)
+    os._exit(0)
+os.write(terminal, b"typed\\n")
+text = b""
+try:
+    while data := os.read(terminal, 4096):
+        text += data
+except OSError:  # EIO: the job has ended
+    pass
+print(text.decode())
+"""
+
+READS = """
+import sys, pyhvd as hvd
+hvd.init()
+if hvd.rank() == 0:
+    print("rank 0 has read", repr(sys.stdin.readline()))
+"""
+
+
+@pytest.mark.parametrize(("place", "read"), [("background", ""), ("foreground", "typed\n")])
+def test_a_job_in_the_background_does_not_take_the_shells_input(
+    place: str, read: str, tmp_path: Path
+) -> None:
+    command = launcher_command("-n", 2, script(tmp_path, READS))
+    ended = run([sys.executable, script(tmp_path, ON_A_TERMINAL, "terminal.py"), place, *command])
+    assert f"rank 0 has read {read!r}" in ended.out
 
 
 def test_missing_script_under_mpiexec() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -358,6 +359,42 @@ def test_ranks_make_room_together(verb: str) -> None:
     assert hosts.run([0, 0, 1], body) == [(0, 3)] * 3
     assert numbers(hosts) == [3 if verb == "commit" else 1] * 2
     assert hosts.run([0, 1, 2], lambda: train(0)(make()))[0][0] == 3
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_program_that_catches_the_interrupt_is_told_where(
+    again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its next commit, or when it returns; once."""
+
+    def step(state: Any) -> None:
+        state.epoch += 1
+        state.commit()
+
+    @hvd.elastic.run
+    def function(state: Any) -> None:
+        vault().wished = 1
+        for _ in range(3 if again else 1):
+            try:
+                step(state)
+            except Exception:
+                continue
+
+    def body() -> int:
+        state = make()
+        function(state)
+        return int(state.epoch)
+
+    assert Hosts().run([0, 0], body) == [3 if again else 1] * 2
+    line = next(
+        at for _, _, at in cast(Any, function).__wrapped__.__code__.co_lines() if at and _calls_step(at)
+    )
+    (said,) = [text for text in caplog.messages if "HostsUpdatedInterrupt" in text]
+    assert said.startswith(f"{__file__}:{line} in test_a_program_that_catches_the_interrupt_is_told_where.")
+
+
+def _calls_step(line: int) -> bool:
+    return linecache.getline(__file__, line).strip() == "step(state)"
 
 
 def test_a_wish_of_this_generation_is_none() -> None:

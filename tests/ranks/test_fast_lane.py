@@ -50,6 +50,42 @@ def test_nobody_need_wait_for_a_tensor_to_end() -> None:
     _on(3, body)
 
 
+@pytest.mark.parametrize("hosts", [None, [0, 1]], ids=["one host", "two hosts"])
+def test_a_cache_of_any_capacity_is_used(hosts: list[int] | None) -> None:
+    """More tensors than a log entry, or a message between hosts, can have."""
+    many, grouped = 4500, 4200
+
+    def body() -> None:
+        for n in (1, 2):  # with another length all of them leave the cache, and come back
+            names = [f"t{k}" for k in range(many)]
+            for turn in range(2):
+                submitted = [
+                    hvd.allreduce_async(np.full(n, k, np.float32), name=name, op=hvd.Sum)
+                    for k, name in enumerate(names)
+                ]
+                group = hvd.grouped_allreduce_async([np.ones(n)] * grouped, name="g", op=hvd.Sum)
+                if turn:
+                    assert {type(each) for each in (*submitted, group)} == {hvd.Handle}
+                assert [each.result().tolist() for each in submitted] == [[2 * k] * n for k in range(many)]
+                assert [each.tolist() for each in group.result()] == [[2] * n] * grouped
+                hvd.barrier()
+
+    knobs = {"fast_lane": True, "cache_capacity": many + grouped}
+    run_ranks(2, body, timeout=120, hosts=hosts, knobs=knobs)
+
+
+def test_too_small_a_cache_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def body() -> None:
+        for _ in range(6):
+            _remember(*"abcde")
+
+    run_ranks(2, body, timeout=30, knobs={"fast_lane": True, "cache_capacity": 3})
+    said = [record.getMessage() for record in caplog.records if "response cache" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("5 tensors come again and again, but the response cache has 3 slots")
+    assert "PYHVD_CACHE_CAPACITY=5" in said[0]
+
+
 @pytest.mark.parametrize("end", ["another shape", "removal"])
 def test_what_nobody_looks_at_goes_when_its_name_means_something_else(end: str) -> None:
     """A dropped handle and its arrays do not keep each other alive."""

@@ -135,7 +135,7 @@ def test_a_list_waits_until_it_has_gone_out_to_all() -> None:
     rank_0.publish()
     assert rank_0.announced == [(1, 0b111)]
     assert [rank for rank, _, _ in rank_0.sent] == [1, 2]
-    assert {decode_responses(payload).seq for _, payload, _ in rank_0.sent} == {1}
+    assert {decode_responses(payload, 7).seq for _, payload, _ in rank_0.sent} == {1}
     assert node.first(0.0) is None
     rank_0.sent[1][2].out = True
     assert node.first(0.0) is None
@@ -203,9 +203,9 @@ def test_rank_0_sends_a_list_to_leaders_for_their_ranks() -> None:
     rank_0.publish()
     sent = {rank: payload for rank, payload, _ in rank_0.sent}
     assert sent.pop(1) == encode(a_list(1))
-    relayed = {rank: decode_relayed(payload) for rank, payload in sent.items()}
+    relayed = {rank: decode_relayed(payload, 7) for rank, payload in sent.items()}
     assert {rank: unpack_ranks(each.ranks) for rank, each in relayed.items()} == {2: 0b001000, 4: 0b100000}
-    assert {decode_responses(each.payload).seq for each in relayed.values()} == {1}
+    assert {decode_responses(each.payload, 7).seq for each in relayed.values()} == {1}
 
 
 def test_a_leader_passes_a_list_on_before_it_runs_the_list() -> None:
@@ -213,7 +213,7 @@ def test_a_leader_passes_a_list_on_before_it_runs_the_list() -> None:
     node, sent = leader.node, leader.sent
     for seq, ranks in ((1, 0b1000), (2, 0b1100), (3, 0b0100)):
         node.take(0, encode(RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), encode(a_list(seq)))), 0.0)
-    assert [(rank, decode_responses(payload).seq) for rank, payload, _ in sent] == [(3, 1), (3, 2)]
+    assert [(rank, decode_responses(payload, 7).seq) for rank, payload, _ in sent] == [(3, 1), (3, 2)]
     assert node.first(0.0) is None
     sent[1][2].out = True
     assert node.first(0.0) is None, "list 1 has not left"
@@ -230,7 +230,7 @@ def test_a_rank_sends_its_requests_to_the_rank_above() -> None:
     rank_3.node.submit(a_message("x"), 0.0)
     rank_3.node.stop(END, 0.0)
     assert [rank for rank, _, _ in rank_3.sent] == [2, 2]
-    first, last = (decode_requests(payload) for _, payload, _ in rank_3.sent)
+    first, last = (decode_requests(payload, 7) for _, payload, _ in rank_3.sent)
     assert first == a_message("x")
     assert last.stop == END
     assert not rank_3.node.flush(1e9)
@@ -247,7 +247,7 @@ def test_a_leader_merges_requests_until_they_are_due() -> None:
     assert node.flush(1.001)
     ((rank, payload, _),) = leader.sent
     assert rank == 0
-    (part,) = decode_merged(payload).parts
+    (part,) = decode_merged(payload, 7).parts
     assert unpack_ranks(part.ranks) == 0b1100
     assert node.due(2.0) is None
     assert not node.flush(2.0)
@@ -292,7 +292,7 @@ def test_out_of_band_messages_go_to_rank_0_directly() -> None:
         other = Harness(rank=rank, hosts=HOSTS)
         other.node.tell_rank_0(told, 0.0)
         ((target, payload, _),) = other.sent
-        assert (target, decode_out_of_band(payload)) == (0, told)
+        assert (target, decode_out_of_band(payload, 7)) == (0, told)
     rank_0 = Harness(hosts=HOSTS)
     rank_0.node.take(3, encode_out_of_band(told), 0.0)
     rank_0.node.tell_rank_0(told, 0.0)
@@ -349,8 +349,8 @@ class Cluster:
         assert target in tree.neighbours
         self.wires.setdefault((tree.rank, target), deque()).append((payload, parcel := Parcel()))
         if target in tree.children:
-            inner = decode_relayed(payload).payload if target in tree.leaders else payload
-            self.lists[tree.rank].append((decode_responses(inner).seq, parcel))
+            inner = decode_relayed(payload, 7).payload if target in tree.leaders else payload
+            self.lists[tree.rank].append((decode_responses(inner, 7).seq, parcel))
         return parcel
 
     def submit(self, rank: int) -> None:

@@ -15,7 +15,7 @@ from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
 from pyhvd.common.text import list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
-from pyhvd.transport.fabric import Fabric, allgather_bytes
+from pyhvd.transport.fabric import Fabric, allgather_bytes, decode_from
 
 CONNECT_S = 120.0
 """Time limit for connecting, in seconds: NCCL has none, so it would wait for a missing rank forever."""
@@ -93,7 +93,7 @@ def _broadcast_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] |
             mine = msgspec.msgpack.encode(library.get_unique_id())
         except Exception as exc:
             mine = msgspec.msgpack.encode(_text_of(exc))
-    made = msgspec.msgpack.decode(allgather_bytes(fabric, mine)[0])
+    made = decode_from(0, allgather_bytes(fabric, mine)[0], msgspec.msgpack.decode, "the id for NCCL")
     return tuple(made) if isinstance(made, list) else made
 
 

@@ -15,7 +15,7 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.common.kernel import boot_id
 from pyhvd.common.text import describe_ranks, list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
-from pyhvd.transport.fabric import allgather_bytes
+from pyhvd.transport.fabric import allgather_bytes, decode_from
 
 _log = logging.getLogger("pyhvd")
 
@@ -52,7 +52,8 @@ def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[in
     host memory; ``members`` are the set's global ranks.
     """
     mine = msgspec.msgpack.encode(_describe(context.device))
-    ranks = [_rank_decoder.decode(data) for data in allgather_bytes(host.fabric, mine)]
+    gathered = enumerate(allgather_bytes(host.fabric, mine))
+    ranks = [decode_from(rank, data, _rank_decoder.decode, "its device") for rank, data in gathered]
     by_host = partial(StagedBackend, host, context)
     reason = why_not_nccl(ranks, members)
     if not reason:

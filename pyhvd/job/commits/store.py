@@ -11,8 +11,8 @@ Invariants
    valid either: an older commit counts then.
 2. No file is written twice: each write takes a new random name.
 3. Commits are ordered by generation, then by number. A write removes only commits that are older than the two
-   newest, or, where there is no room for a third, than the newest. So an agent that the job has given up
-   cannot remove the commits of its successor.
+   newest, or, where there is no room for a third, than the newest valid one. So an agent that the job has
+   given up cannot remove the commits of its successor.
 4. Files of other jobs are neither read nor removed.
 
 The store does not unpickle: only ranks do.
@@ -26,11 +26,12 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from pyhvd.common.text import describe_import_error
 from pyhvd.common.urls import fsspec_url
 from pyhvd.job.commits.vault import Seal
 from pyhvd.job.messages import StoreOrder
@@ -69,10 +70,8 @@ def open_folder(url: str) -> tuple[Any, str]:
     """
     try:
         from fsspec.core import url_to_fs
-    except ImportError:
-        raise StoreError(
-            f'--elastic-store needs fsspec, which is not installed here: pip install "pyhvd[{EXTRA}]"'
-        ) from None
+    except ImportError as exc:
+        raise StoreError(f"--elastic-store needs {describe_import_error(exc, 'fsspec', EXTRA)}") from None
     with _as_store_error(url, "cannot be opened"):
         files, folder = url_to_fs(fsspec_url(url))
     return files, str(folder).rstrip("/")
@@ -112,11 +111,13 @@ class CommitStore:
             try:
                 self._put(files)
             except OSError as exc:
-                if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._remove_old(1):
+                if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room():
                     raise
                 self._put(files)
         with contextlib.suppress(Exception):  # old commits only take room: the next write tries again
-            self._remove_old(_KEPT)
+            found, _ = self._manifests()
+            if len(found) >= _KEPT:
+                self._remove_older([path for _, path, _ in found[:_KEPT]])
 
     def newest(self) -> Seal | None:
         """Return the newest commit with a valid manifest, None if there is none; do not check its data."""
@@ -136,6 +137,17 @@ class CommitStore:
         """
         with _as_store_error(self._order.url, "cannot be read"):
             found, problems = self._manifests()
+        if (valid := self._first_valid(found, problems)) is not None:
+            seal, data, _ = valid
+            return seal, data
+        if problems:
+            raise self._no_commit(problems)
+        return None
+
+    def _first_valid(
+        self, found: Iterable[tuple[Seal, str, str]], problems: list[str]
+    ) -> tuple[Seal, bytes, str] | None:
+        """Return the first commit whose data is as its manifest says, and its path; add what others lack."""
         for seal, path, digest in found:
             try:
                 data = self._fetch(path + _DATA, seal.size)
@@ -143,10 +155,8 @@ class CommitStore:
                 problems.append(f"{_name_of(path)}{_DATA} {exc}")
                 continue
             if hashlib.sha256(data).hexdigest() == digest:
-                return seal, data
+                return seal, data, path
             problems.append(f"{_name_of(path)}{_DATA} has another digest than its manifest")
-        if problems:
-            raise self._no_commit(problems)
         return None
 
     def _no_commit(self, problems: list[str]) -> StoreError:
@@ -222,15 +232,17 @@ class CommitStore:
             return []
         return [path for path in paths if self._pattern.fullmatch(_name_of(path))]
 
-    def _remove_old(self, keep: int) -> bool:
-        """Remove all files that are older than the newest commits, also those of killed writers.
+    def _make_room(self) -> bool:
+        """Remove what is older than the newest valid commit, of a store that is full; return as below."""
+        valid = self._first_valid(self._manifests()[0], [])
+        return valid is not None and self._remove_older([valid[2]])
+
+    def _remove_older(self, kept: Sequence[str]) -> bool:
+        """Remove all files that are older than these commits, also those of killed writers.
 
         Manifests go first: if this process is killed, no manifest without data is left. Return whether any
         file was removed.
         """
-        kept = [path for _, path, _ in self._manifests()[0][:keep]]
-        if len(kept) < keep:
-            return False
         oldest = min(map(_order_of, kept))
         old = [
             each for each in self._list() if each.rsplit(".", 1)[0] not in kept and _order_of(each) <= oldest

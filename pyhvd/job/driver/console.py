@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pyhvd.job.connections import Peer
-from pyhvd.job.driver.status_line import StatusLine, is_in_background
+from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.messages import INPUT_CREDIT, FromDriver, Input
-from pyhvd.job.process.signals import to_handle, wake_on_signals
+from pyhvd.job.process.signals import is_in_background, to_handle, wake_on_signals
 
 _log = logging.getLogger("pyhvd")
 

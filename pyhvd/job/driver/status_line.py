@@ -17,6 +17,8 @@ import sys
 import threading
 from typing import TextIO
 
+from pyhvd.job.process.signals import is_in_background
+
 _ERASE = "\r\x1b[K"
 _COLUMNS = 80
 
@@ -100,11 +102,3 @@ class StatusLine:
             return os.get_terminal_size(self._file.fileno()).columns or _COLUMNS
         except OSError:
             return _COLUMNS
-
-
-def is_in_background(source: int) -> bool:
-    """Return whether a descriptor is a terminal in whose background this process runs."""
-    try:
-        return os.tcgetpgrp(source) != os.getpgrp()
-    except OSError:  # no terminal
-        return False

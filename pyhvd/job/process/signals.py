@@ -48,6 +48,14 @@ def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
     return read
 
 
+def is_in_background(source: int) -> bool:
+    """Return whether a descriptor is a terminal in whose background this process runs."""
+    try:
+        return os.tcgetpgrp(source) != os.getpgrp()
+    except OSError:  # no terminal
+        return False
+
+
 def describe_waiting(ranks: Sequence[int]) -> str:
     """Return the line that names the ranks that still run after a signal that ends the job."""
     verb = "is" if len(ranks) == 1 else "are"

@@ -18,6 +18,7 @@ import socket
 from typing import Any
 
 from pyhvd.job.process.rank_line import dump_message, take_messages
+from pyhvd.job.process.signals import is_in_background
 
 JOB_DIR = "PYHVD_JOB_DIR"
 _SOCKET_NAME = "s"
@@ -65,9 +66,13 @@ class Line:
             self._peer.sendall(dump_message(what, value))
 
     def give_stdin(self) -> None:
-        """Send this process's stdin, or /dev/null if it has none, as the first message on the line."""
+        """Send this process's stdin as the first message on the line; /dev/null if it has none.
+
+        In the background of a terminal it has none. Rank 0, in a session of its own, would not be stopped
+        when it reads: it would take what is typed for the shell.
+        """
         try:
-            source = os.dup(0)
+            source = os.open(os.devnull, os.O_RDONLY) if is_in_background(0) else os.dup(0)
         except OSError:
             source = os.open(os.devnull, os.O_RDONLY)
         with contextlib.suppress(OSError):

@@ -225,20 +225,24 @@ def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE
     Raises
     ------
     ChannelError
-        No address did so within `timeout` seconds; the text says why for each.
+        No address did so within `timeout` seconds; the text has the errors of all attempts, by address: the
+        last attempt may have had too little time to meet the cause.
     """
     until = time.monotonic() + timeout
+    failures: dict[str, list[str]] = {}
     while True:
-        failures = []
         for place, address in enumerate(addresses):
             # An address that drops packets must leave time for the others.
             share = (until - time.monotonic()) / (len(addresses) - place)
             try:
                 return _connect_one(address, key, max(share, 0.01))
             except (OSError, ChannelError) as exc:
-                failures.append(f"{address[0]}:{address[1]}: {exc}")
+                met = failures.setdefault(f"{address[0]}:{address[1]}", [])
+                if str(exc) not in met:
+                    met.append(str(exc))
         if time.monotonic() + _AGAIN_S >= until:
-            raise ChannelError(f"no connection within {timeout:g} s ({'; '.join(failures)})")
+            whys = "; ".join(f"{name}: {', then '.join(met)}" for name, met in failures.items())
+            raise ChannelError(f"no connection within {timeout:g} s ({whys})")
         time.sleep(_AGAIN_S)
 
 

@@ -48,7 +48,7 @@ static void use(int rank, void *what) {
     e->t = what;
     make_areas(&area, 1, PYHVD_FLAT);
     look_at(&e->window, &area, 0, 1, PYHVD_FLAT, PYHVD_FLAT);
-    void *base = make(pyhvd_ready_table_bytes(1));
+    void *base = make(pyhvd_ready_table_bytes(1, SLOTS));
     pyhvd_ready_table_attach(&e->path.setup.table, base, 0, 1, SLOTS);
     e->path.progress.threshold = 1 << 16;
     e->version = 1;

@@ -437,7 +437,7 @@ static void find_neighbours(pyhvd_agreement *a, const layout *l, int host) {
 static void *make_base(const layout *l, int host) {
     pyhvd_agreement a;
     find_neighbours(&a, l, host);
-    return make(pyhvd_ready_table_bytes(l->ranks[host]) + pyhvd_agreement_bytes(&a, SLOTS));
+    return make(pyhvd_ready_table_bytes(l->ranks[host], SLOTS) + pyhvd_agreement_bytes(&a, SLOTS));
 }
 
 /* Attach the ready table of a rank's host; over several hosts, with its agreement. */
@@ -456,7 +456,8 @@ static void attach(end *e, const stage *s) {
         a->background_bells[q] = l->bells[2][first + q];
         a->ranks[q] = (uint32_t)(first + q);
     }
-    pyhvd_agreement_attach(a, (uint8_t *)s->bases[host] + pyhvd_ready_table_bytes(size), SLOTS);
+    pyhvd_agreement_attach(a, (uint8_t *)s->bases[host] + pyhvd_ready_table_bytes(size, SLOTS),
+                           SLOTS);
     t->agreement = a;
     if (!t->rank) pyhvd_agreement_clear(a, SLOTS);
 }
@@ -590,7 +591,7 @@ static void play_one(const terms *t, int aborts, uint64_t which, layout *hosts) 
     s->hosts = hosts;
     s->aborter = (int)roll(&plan, (uint64_t)s->members[s->aborted]);
     for (int h = 0; h < (hosts ? hosts->hosts : 1); h++)
-        s->bases[h] = hosts ? make_base(hosts, h) : make(pyhvd_ready_table_bytes(t->size));
+        s->bases[h] = hosts ? make_base(hosts, h) : make(pyhvd_ready_table_bytes(t->size, SLOTS));
     for (int set = 0; set < SETS; set++) make_areas(s->areas[set], s->members[set], CAPACITY);
     for (int q = 0; q < t->size; q++) {
         s->arenas[q] = make(UNITS * LONGEST * sizeof(int64_t));

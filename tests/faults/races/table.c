@@ -83,7 +83,7 @@ static void mark_some(player *p, uint32_t set) {
 
 static void carry_out(player *p, const pyhvd_log_entry *entry) {
     for (uint32_t w = entry->first; w < entry->end; w++)
-        for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1) {
+        for (uint64_t bits = entry->words[w - entry->first]; bits; bits &= bits - 1) {
             uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits), set = entry->set;
             uint64_t bit = (uint64_t)1 << slot % 64, turn = p->turns[set][slot];
             if (!(p->flying[set][w] & bit))
@@ -105,7 +105,7 @@ static void compare(player *p, const pyhvd_log_entry *entry) {
         what += mixed(entry->number + 7);
     else
         for (uint32_t w = entry->first; w < entry->end; w++)
-            what += mixed(entry->words[w] + w + entry->set + entry->last_rank);
+            what += mixed(entry->words[w - entry->first] + w + entry->set + entry->last_rank);
     if (!atomic_compare_exchange_strong(&p->s->seen[position], &first, what) && first != what)
         fail("rank %d: the entry at %d is another one", p->rank, (int)position);
 }
@@ -178,7 +178,7 @@ static void use(int rank, void *what) {
 void play_table(const terms *t) {
     stage *s = make(sizeof *s);
     s->t = t;
-    s->base = make(pyhvd_ready_table_bytes(t->size));
+    s->base = make(pyhvd_ready_table_bytes(t->size, SLOTS));
     pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
     for (uint32_t q = 0; q < (uint32_t)t->size; q++) {
         s->ranks[0][s->count[0]++] = q;

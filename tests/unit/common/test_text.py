@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -11,6 +14,7 @@ from hypothesis import given, strategies as st
 from pyhvd.common.text import (
     cut_lines,
     describe_hosts,
+    describe_import_error,
     describe_ranks,
     describe_values,
     list_hosts,
@@ -18,6 +22,36 @@ from pyhvd.common.text import (
     list_numbers,
     list_some,
 )
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (None, 'prometheus-client, which is not installed: pip install "pyhvd[metrics]"'),
+        (
+            "import missing_part",
+            "prometheus-client, which is installed, but its import fails:"
+            " ModuleNotFoundError: No module named 'missing_part'",
+        ),
+        (
+            "raise ImportError('libx.so.1: cannot open shared object file')",
+            "prometheus-client, which is installed, but its import fails:"
+            " ImportError: libx.so.1: cannot open shared object file",
+        ),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_absent_or_broken(
+    source: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [each for each in sys.modules if each.partition(".")[0] == "prometheus_client"]:
+        monkeypatch.delitem(sys.modules, name)
+    if source is not None:
+        (tmp_path / "prometheus_client.py").write_text(source)
+    importlib.invalidate_caches()
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module("prometheus_client.parser")
+    assert describe_import_error(caught.value, "prometheus-client", "metrics") == text
 
 
 @pytest.mark.parametrize(

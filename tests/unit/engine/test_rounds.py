@@ -77,7 +77,7 @@ class Job:
         self.coordinator.receive(MergedList.of(rank, message), 1.0)
 
     def _send(self, rank: int, payload: bytes) -> None:
-        message = decode_out_of_band(payload)
+        message = decode_out_of_band(payload, 7)
         assert isinstance(message, StackRequest)
         self.asked.append((rank, message.number))
 

@@ -42,7 +42,7 @@ class Lane:
     """The fast path of rank 0 of two, with its ready table."""
 
     def __init__(self) -> None:
-        memory, base = _aligned(shared_memory.ready_table_bytes(2))
+        memory, base = _aligned(shared_memory.ready_table_bytes(2, SLOTS))
         self.lane = shared_memory.FastPath(
             base, memory, 0, 2, SLOTS, 1 << 16, False, 1.0, lambda _: int(Code.INT64)
         )

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SRC = ROOT / "pyhvd" / "native" / "src"
 SOURCES = [SRC / "agreement" / name for name in ("host_order.c", "host_tree.c")]
 
-MAX_HOSTS, MAX_SETS, MAX_WORDS = 64, 16, 64
+MAX_HOSTS, MAX_SETS, RANGE_WORDS = 64, 16, 64
 RING, LIST_MAX = 131072, 32768
 UNIT = RING // 16
 """Bytes of a list of size 1 in the model, whose ring has room for 16."""
@@ -99,7 +99,7 @@ class LogEntry(Structure):
         ("first", c_uint32),
         ("end", c_uint32),
         ("time", c_uint64),
-        ("words", c_uint64 * MAX_WORDS),
+        ("words", c_uint64 * RANGE_WORDS),
         ("number", c_uint64),
         ("audience", POINTER(c_uint8)),
         ("audience_bytes", c_uint32),
@@ -265,14 +265,14 @@ class WireMessage(Message):
 class Native:
     """One host's order in C."""
 
-    def __init__(self, c: ctypes.CDLL, host: int, hosts: int) -> None:
+    def __init__(self, c: ctypes.CDLL, host: int, hosts: int, capacity: int = CAPACITY) -> None:
         self.c = c
-        self._size = c.pyhvd_host_order_bytes(MAX_SETS, CAPACITY)
+        self._size = c.pyhvd_host_order_bytes(MAX_SETS, capacity)
         self._all = (c_uint64 * (2 * GUARD + self._size // 8))()
         ctypes.memset(self._all, FILL, ctypes.sizeof(self._all))
         self.address = ctypes.c_void_p(ctypes.addressof(self._all) + 8 * GUARD)
         self._out = (c_uint64 * (ROOM // 8))()
-        assert c.pyhvd_host_order_init(self.address, host, hosts, MAX_SETS, CAPACITY) == 0
+        assert c.pyhvd_host_order_init(self.address, host, hosts, MAX_SETS, capacity) == 0
 
     @property
     def known(self) -> Counts:
@@ -359,7 +359,7 @@ class Twin(HostOrder):
         assert entry.time == expected[0].time
         if expected[1] is None:
             assert (entry.kind, entry.set) == (BATCH, expected[0].set)
-            words = entry.words[entry.first : entry.end]
+            words = entry.words[: entry.end - entry.first]
             assert tuple(slots_in(entry.set, entry.first, words)) == expected[0].slots
         else:
             assert entry.kind == LIST
@@ -415,6 +415,46 @@ def test_slots_in_different_rounds_travel_in_one_section(c: ctypes.CDLL) -> None
     message = raw(zero.announce(both, None))
     assert decode(message, None).slots == ((both[0], Round(0, 1)), (both[1], Round(0, 0)))
     assert len(message) == ctypes.sizeof(Header) + ctypes.sizeof(Section) + 8 * (2 + 2)
+
+
+def test_a_range_has_at_most_4096_slots(c: ctypes.CDLL) -> None:
+    """So a message, a list and a log entry have one largest size, whatever the caches' capacity is."""
+    zero, one = (Native(c, host, 2, 65536) for host in (0, 1))
+    near, far = Slot(0, 100), Slot(0, 64 * RANGE_WORDS + 100)
+    assert zero.announce([near, far], None) == INVALID
+    wide = section((1, *[0] * (RANGE_WORDS - 1), 1))
+    assert one.receive(0, packet(wide)) == INVALID
+    assert one.receive(0, packet(section((1, *[0] * (RANGE_WORDS - 1))))) == 0
+
+
+def test_slots_that_are_decided_at_one_time_but_lie_far_apart_are_several_batches(c: ctypes.CDLL) -> None:
+    orders = [Native(c, host, 3, 65536) for host in range(3)]
+    first, near, far = Slot(2, 70), Slot(2, 4000), Slot(2, 65535)
+
+    def post(source: int, slots: list[Slot]) -> None:
+        message = raw(orders[source].announce(slots, None))
+        for target, order in enumerate(orders):
+            assert target == source or order.receive(source, message) == 0
+
+    post(0, [first, near])
+    post(0, [far])
+    both = [raw(orders[1].announce([first, near], None)), raw(orders[2].announce([far], None))]
+    last = [raw(orders[1].announce([far], None)), raw(orders[2].announce([first, near], None))]
+    for index, source in enumerate((1, 2)):
+        for message in (both[index], last[index]):
+            for target, order in enumerate(orders):
+                assert target == source or order.receive(source, message) == 0
+    logs = []
+    for order in orders:
+        owed = order.owed()
+        assert not owed or all(o.receive(orders.index(order), owed) == 0 for o in orders if o is not order)
+    for order in orders:
+        log = []
+        while (entry := order.take()) is not None:
+            assert entry.end - entry.first <= RANGE_WORDS
+            log.append(slots_in(entry.set, entry.first, entry.words[: entry.end - entry.first]))
+        logs.append(log)
+    assert logs[0] == logs[1] == logs[2] == [[first, near], [far]]
 
 
 def test_announcing_again_needs_no_message(c: ctypes.CDLL) -> None:

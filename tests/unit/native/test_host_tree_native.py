@@ -116,7 +116,9 @@ class Twin(HostTree):
         made, carried, post = expected
         assert (entry.kind == LIST, entry.time) == (carried is not None, made.time)
         if carried is None:
-            assert tuple(slots_in(entry.set, entry.first, entry.words[entry.first : entry.end])) == made.slots
+            assert (
+                tuple(slots_in(entry.set, entry.first, entry.words[: entry.end - entry.first])) == made.slots
+            )
         passed = []
         for child, message in post:
             arguments = c_uint32(child), byref(entry), self._out, c_size_t(ROOM)

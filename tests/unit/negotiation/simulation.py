@@ -157,7 +157,7 @@ class Network:
 
     def deliver_up(self, rank: int, now: float = 0.0) -> None:
         """Deliver a rank's oldest message to the coordinator."""
-        self.arrive(MergedList.of(rank, decode_requests(self.up[rank].popleft())), now)
+        self.arrive(MergedList.of(rank, decode_requests(self.up[rank].popleft(), 7)), now)
 
     def arrive(self, message: MergedList, now: float = 0.0) -> None:
         """Let the coordinator take a message."""
@@ -182,7 +182,7 @@ class Network:
     def deliver_down(self, rank: int) -> list[Response]:
         """Let a rank process the oldest response list under way to it, and complete its tensors."""
         here = self.ranks[rank]
-        message = decode_responses(self.down[rank].popleft())
+        message = decode_responses(self.down[rank].popleft(), 7)
         todo = here.worker.process(message)
         self._follow(rank, todo)
         for batch in plan(todo, THRESHOLD):
@@ -342,7 +342,7 @@ class TreeNetwork(Network):
         message = super().send(rank)
         if rank in self.leaders:
             self.leaders[rank].take(
-                rank, MergedList.of(rank, decode_requests(self.up[rank].pop())).parts, 0.0
+                rank, MergedList.of(rank, decode_requests(self.up[rank].pop(), 7)).parts, 0.0
             )
         return message
 
@@ -354,7 +354,7 @@ class TreeNetwork(Network):
             return
         payload = self.up[rank].popleft()
         merged = rank in self.trees[parent].leaders
-        message = decode_merged(payload) if merged else MergedList.of(rank, decode_requests(payload))
+        message = decode_merged(payload, 7) if merged else MergedList.of(rank, decode_requests(payload, 7))
         if parent in self.leaders:
             self.leaders[parent].take(rank, message.parts, now)
         else:

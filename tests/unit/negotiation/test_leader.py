@@ -60,7 +60,7 @@ Plain = tuple[list[int], dict[int, int], list[str]]
 
 def flush(merging: Leader) -> list[Plain]:
     """Return what a leader sends, through the wire form: ranks, bits and names of each part."""
-    parts = decode_merged(encode(merging.flush())).parts
+    parts = decode_merged(encode(merging.flush()), 7).parts
     return [
         (
             iter_bits(unpack_ranks(part.ranks)),
@@ -265,9 +265,9 @@ def test_each_rank_is_heard_as_it_spoke(spoken: list[tuple[int, RequestList]], c
     for index, (rank, each) in enumerate(spoken):
         (upper if rank == 1 else lower).take(rank, MergedList.of(rank, each).parts, 0.0)
         if index in cuts or index == len(spoken) - 1:
-            upper.take(2, decode_merged(encode(lower.flush())).parts, 0.0)
+            upper.take(2, decode_merged(encode(lower.flush()), 7).parts, 0.0)
         if index not in cuts or index == len(spoken) - 1:
-            sent += decode_merged(encode(upper.flush())).parts
+            sent += decode_merged(encode(upper.flush()), 7).parts
     for rank in (1, 2, 3):
         heard = [part.message for part in sent if unpack_ranks(part.ranks) >> rank & 1]
         assert _speech(heard) == _speech([each for sender, each in spoken if sender == rank])

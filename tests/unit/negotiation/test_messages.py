@@ -114,16 +114,16 @@ response_lists = st.builds(
 def test_request_lists_come_back(message: RequestList) -> None:
     data = encode(message)
     assert (
-        decode_requests(data)
-        == decode_requests(bytearray(data))
-        == decode_requests(memoryview(data))
+        decode_requests(data, 7)
+        == decode_requests(bytearray(data), 7)
+        == decode_requests(memoryview(data), 7)
         == message
     )
 
 
 @given(message=response_lists)
 def test_response_lists_come_back(message: ResponseList) -> None:
-    assert decode_responses(encode(message)) == message
+    assert decode_responses(encode(message), 7) == message
 
 
 some_ranks = st.sets(st.integers(0, 9999), min_size=1, max_size=20)
@@ -133,16 +133,16 @@ some_ranks = st.sets(st.integers(0, 9999), min_size=1, max_size=20)
 def test_merged_lists_come_back(said: list[tuple[set[int], int, RequestList]]) -> None:
     parts = [MergedPart(pack_ranks(bits_of(ranks)), last, message) for ranks, last, message in said]
     merged = MergedList(PROTOCOL_VERSION, parts)
-    assert decode_merged(bytearray(encode(merged))) == merged
+    assert decode_merged(bytearray(encode(merged)), 7) == merged
     assert [set(iter_bits(unpack_ranks(part.ranks))) for part in parts] == [ranks for ranks, _, _ in said]
 
 
 @given(ranks=some_ranks, message=response_lists)
 def test_relayed_lists_come_back(ranks: set[int], message: ResponseList) -> None:
     relayed = RelayedList(PROTOCOL_VERSION, pack_ranks(bits_of(ranks)), encode(message))
-    found = decode_relayed(bytearray(encode(relayed)))
+    found = decode_relayed(bytearray(encode(relayed)), 7)
     assert found == relayed
-    assert decode_responses(found.payload) == message
+    assert decode_responses(found.payload, 7) == message
 
 
 stack_reports = st.builds(
@@ -166,7 +166,7 @@ stack_reports = st.builds(
 def test_asides_come_back_and_are_told_from_lists(message: StackReport | StackRequest) -> None:
     data = encode_out_of_band(message)
     assert is_out_of_band(data)
-    assert decode_out_of_band(data) == decode_out_of_band(bytearray(data)) == message
+    assert decode_out_of_band(data, 7) == decode_out_of_band(bytearray(data), 7) == message
 
 
 @given(message=request_lists | response_lists)
@@ -192,9 +192,9 @@ def test_a_step_out_of_the_cache_is_small() -> None:
 def test_noise_is_no_message(data: bytes) -> None:
     for decode in (decode_requests, decode_merged, decode_responses, decode_relayed):
         with pytest.raises(InternalError):
-            decode(data)
+            decode(data, 7)
     with pytest.raises(InternalError):
-        decode_out_of_band(b"\xc1" + data)
+        decode_out_of_band(b"\xc1" + data, 7)
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,14 @@ def test_noise_is_no_message(data: bytes) -> None:
         (decode_relayed, "relayed response list"),
     ],
 )
-def test_a_message_that_was_cut_says_its_length(decode: Callable[[bytes], object], what: str) -> None:
+def test_a_message_that_was_cut_says_its_length_and_its_sender(
+    decode: Callable[[bytes, int], object], what: str
+) -> None:
     data = encode(RequestList(PROTOCOL_VERSION, 0, {}, [(0, Request(0, "x"))]))[:-1]
-    with pytest.raises(InternalError, match=f"cannot decode a {what} of {len(data)} bytes"):
-        decode(data)
+    text = rf"rank 7 sent a {what} of {len(data)} bytes that cannot be read "
+    with pytest.raises(InternalError, match=text) as caught:
+        decode(data, 7)
+    assert caught.value.__suppress_context__, "no error of msgpack in the traceback"
 
 
 @pytest.mark.parametrize(
@@ -221,16 +225,18 @@ def test_a_message_that_was_cut_says_its_length(decode: Callable[[bytes], object
         (decode_relayed, [(0, b""), b""]),
     ],
 )
-def test_another_protocol_version_is_named(decode: Callable[[bytes], object], rest: list[object]) -> None:
+def test_another_protocol_version_is_named(
+    decode: Callable[[bytes, int], object], rest: list[object]
+) -> None:
     data = msgspec.msgpack.encode([PROTOCOL_VERSION + 1, *rest])
-    text = f"another rank uses protocol version {PROTOCOL_VERSION + 1}, this rank {PROTOCOL_VERSION}: install"
+    text = f"rank 7 uses protocol version {PROTOCOL_VERSION + 1}, this rank {PROTOCOL_VERSION}: install"
     with pytest.raises(InternalError, match=text):
-        decode(data)
+        decode(data, 7)
 
 
 def test_a_float_stays_the_float_it_was() -> None:
     for factor in (0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0):
         message = decode_requests(
-            encode(RequestList(PROTOCOL_VERSION, 0, {}, [(0, Request(0, "x", prescale=factor))]))
+            encode(RequestList(PROTOCOL_VERSION, 0, {}, [(0, Request(0, "x", prescale=factor))])), 7
         )
         assert repr(message.requests[0][1].prescale) == repr(factor)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.negotiation.messages import Request, Response, iter_bits
-from pyhvd.negotiation.response_cache import SlotTable, WorkerCache, group_of
+from pyhvd.negotiation.response_cache import MAX_WITHOUT, SlotTable, WorkerCache, group_of
 from tests.unit.negotiation.simulation import Network, allreduce, by_request, grouped
 
 
@@ -32,6 +34,65 @@ def test_the_least_recently_used_goes_first() -> None:
     assert table.assign(row("a"), 0, 3) == 0, "used again"
     assert table.assign(row("e"), 0, 4) == 2
     assert [table.slot_of(name) for name in "abcde"] == [0, -1, -1, 1, 2]
+
+
+def test_of_more_tensors_than_slots_those_with_slots_keep_them() -> None:
+    """Not the least recently used goes then: in each step it would be the one that comes next."""
+    table = SlotTable(4)
+    names = [f"t{i}" for i in range(7)]
+    hits = []
+    for step in range(6):
+        hits.append(0)
+        for name in names:
+            slot = table.slot_of(name)
+            if slot >= 0:
+                hits[-1] += 1
+                table.touch([slot])
+            else:
+                table.assign(row(name), 0, step)
+    assert hits == [0, 4, 4, 4, 4, 4]
+    assert table.wanted == 7
+
+
+def test_a_tensor_in_another_order_at_each_step_takes_no_slot() -> None:
+    table = SlotTable(2)
+    chance = Random(1)
+    names = list("abcd")
+    held = []
+    for step in range(20):
+        for name in names:
+            slot = table.slot_of(name)
+            if slot >= 0:
+                table.touch([slot])
+            else:
+                table.assign(row(name), 0, step)
+        held.append([name for name in "abcd" if table.slot_of(name) >= 0])
+        chance.shuffle(names)
+    assert all(each == held[1] for each in held[1:])
+
+
+def test_tensors_that_come_no_more_give_their_slots_to_those_that_do() -> None:
+    """A program that goes on with other tensors, which had no slots before."""
+    table = SlotTable(2)
+    for step in range(3):
+        for name in "abcd":
+            if (slot := table.slot_of(name)) >= 0:
+                table.touch([slot])
+            else:
+                table.assign(row(name), 0, step)
+    assert [table.slot_of(name) for name in "abcd"] == [-1, -1, 0, 1]
+    for _ in range(3):
+        for name in "ab":
+            table.assign(row(name), 0, 9)
+    assert [table.slot_of(name) for name in "ab"] == [0, 1]
+
+
+def test_names_that_come_once_are_forgotten() -> None:
+    table = SlotTable(1)
+    for number in range(MAX_WITHOUT + 10):
+        table.assign(row(f"t{number}"), 0, number)
+    assert len(table._without) == MAX_WITHOUT
+    assert table.wanted == 0
 
 
 def test_slots_that_a_rank_has_submitted_stay() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,8 +189,14 @@ def test_the_directory_is_closed_to_others(own_directory: Path) -> None:
 
 @pytest.mark.parametrize("how", ["open to all", "a link"])
 def test_a_directory_that_others_may_have_made_is_not_used(
-    own_directory: Path, how: str, tmp_path: Path, meter: Meter, caplog: pytest.LogCaptureFixture
+    own_directory: Path,
+    how: str,
+    tmp_path: Path,
+    meter: Meter,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     if how == "a link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         own_directory.symlink_to(tmp_path / "elsewhere")
@@ -206,4 +213,5 @@ def test_a_directory_that_others_may_have_made_is_not_used(
         assert "pyhvd_info" in scrape(endpoint), "only top suffers"
     finally:
         endpoint.close()
-    assert "is not a private directory of this user" in caplog.text
+    why = "is no directory" if how == "a link" else f"is open to other users: chmod 700 {own_directory}"
+    assert f"will not find rank 0 by itself: {own_directory} {why}" in caplog.text

@@ -70,7 +70,7 @@ def test_help_shows_each_knob_with_its_default(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="0"):
         settings_for("--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "--cache-capacity N responses remembered per process set;" in text
+    assert "--cache-capacity N responses remembered per process set (the fast lane: at most 65,536);" in text
     assert "(default: PYHVD_CACHE_CAPACITY, or 4096)" in text
     assert "(default: PYHVD_FUSION_THRESHOLD, or 128)" in text  # in the flag's unit
     assert (
@@ -247,7 +247,7 @@ def test_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
         if name == "yaml":
-            raise ImportError(name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)

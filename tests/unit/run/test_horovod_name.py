@@ -84,14 +84,15 @@ def test_the_flag_offers_it_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_commands_of_horovodrun(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, line in (("pytest", "#!/usr/bin/env python3"), ("tool", "#!/bin/sh")):
+    for name, line in (("pytest", "#!/usr/bin/env python3"), ("tool", "#!/bin/sh"), ("python3", "\x7fELF")):
         (site / name).write_text(f"{line}\n")
         (site / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", str(site))
     for given, taken in {
         "python train.py -v": ["train.py", "-v"],
         "python3 -u train.py": ["train.py"],
-        "/usr/bin/python3.12 -u -m package": ["-m", "package"],
+        f"{sys.executable} -u -m package": ["-m", "package"],
+        f"{site}/python3 train.py": ["-c", _REPLACE, f"{site}/python3", "train.py"],
         "pytest -q": [f"{site}/pytest", "-q"],
         "-c pass": ["-c", "pass"],
         "missing.py": ["missing.py"],

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pyhvd.transport.tcp import connection
 from pyhvd.transport.tcp.connection import Connection, connect, listen, new_key
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError, Role, Session
@@ -233,3 +234,17 @@ def test_a_session_over_two_pipes_whose_reader_is_slow() -> None:
         server.wait(_PATIENCE_S)
         server.pump_in()
     server.close()
+
+
+def test_the_error_has_the_causes_of_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last attempt may have no time left, and meet no cause."""
+    met = iter(["refused", "refused", "wrong key", *["timed out"] * 1000])
+
+    def fail(*_: object) -> None:
+        raise ChannelError(next(met))
+
+    monkeypatch.setattr(connection, "_connect_one", fail)
+    monkeypatch.setattr(connection, "_AGAIN_S", 0.001)
+    with pytest.raises(ChannelError) as caught:
+        connect([("h", 1)], KEY, 0.1)
+    assert str(caught.value) == "no connection within 0.1 s (h:1: refused, then wrong key, then timed out)"

@@ -99,8 +99,8 @@ static uint32_t count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decide
     int64_t since = shared->counted_until;
     uint64_t n = 0;
     for (uint32_t w = decided->first; w < decided->end; w++) {
-        n += (uint64_t)__builtin_popcountll(decided->words[w]);
-        for (uint32_t k = 0; k < s->count && decided->words[w]; k++)
+        n += (uint64_t)__builtin_popcountll(decided->words[w - decided->first]);
+        for (uint32_t k = 0; k < s->count && decided->words[w - decided->first]; k++)
             since = MAX(since, pyhvd_ready_table_marked_ns(t, s->ranks[k], decided->set, w));
     }
     pyhvd_add(&last->counters.late, n);
@@ -131,33 +131,32 @@ static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
                                  .last_rank = count_last(t, decided),
                                  .has_results = reduced > 0};
     pyhvd_ready_table_clear_marks(t, decided->set, decided->first, decided->end, decided->words, 0);
-    for (uint32_t w = decided->first; w < decided->end; w++) s->used[w] |= decided->words[w];
+    uint64_t *used = t->used + pyhvd_words_of_set(t, decided->set);
+    for (uint32_t w = decided->first; w < decided->end; w++)
+        used[w] |= decided->words[w - decided->first];
     pyhvd_ready_table_append(t, &content, &s->members, audience);
 }
 
 /* Take slots back from the table; the ranks that had marked them submit their tensors again. */
 static void recall(pyhvd_ready_table *t, const pyhvd_slot_range *range) {
-    pyhvd_table_set *s = &t->shared->sets[range->set];
-    uint64_t words[PYHVD_MAX_WORDS];
-    for (uint32_t w = range->first; w < range->end; w++) {
-        words[w] = range->words[w - range->first];
-        s->delegated[w] &= ~words[w];
-    }
-    s->version++;
-    // cppcheck-suppress uninitvar - words [first, end) are set
-    pyhvd_ready_table_clear_marks(t, range->set, range->first, range->end, words, 1);
+    uint64_t *delegated = t->delegated + pyhvd_words_of_set(t, range->set);
+    for (uint32_t w = range->first; w < range->end; w++)
+        delegated[w] &= ~range->words[w - range->first];
+    t->shared->sets[range->set].version++;
+    pyhvd_ready_table_clear_marks(t, range->set, range->first, range->end, range->words, 1);
 }
 
 static void delegate(const pyhvd_ready_table *t, const pyhvd_slot_range *range) {
-    pyhvd_table_set *s = &t->shared->sets[range->set];
+    uint64_t *delegated = t->delegated + pyhvd_words_of_set(t, range->set);
+    uint64_t *versions = t->versions + pyhvd_slots_of_set(t, range->set);
     uint64_t k = 0;
     for (uint32_t w = range->first; w < range->end; w++)
         for (uint64_t bits = range->words[w - range->first]; bits; bits &= bits - 1, k++) {
             uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits);
-            s->versions[slot] = range->values[range->n > 1 ? k : 0];
-            s->delegated[w] |= bits & -bits;
+            versions[slot] = range->values[range->n > 1 ? k : 0];
+            delegated[w] |= bits & -bits;
         }
-    s->version++;
+    t->shared->sets[range->set].version++;
 }
 
 /* Carry out what a list says of the slots, and append the list itself for the local ranks that it
@@ -224,7 +223,7 @@ void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience) {
 void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                               const uint64_t *words, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
-    pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words + first, NULL, 0};
+    pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words, NULL, 0};
     if (!has_room(a, 0, a->tree.above)) {
         pyhvd_ready_table_note_backlog(t);
         return;
@@ -263,7 +262,7 @@ int pyhvd_agreement_announce_list(pyhvd_ready_table *t, const pyhvd_order_list *
 static void read_order(const pyhvd_host_order *o, uint32_t set, uint64_t *rows) {
     for (uint32_t w = 0; w < o->words; w++)
         for (uint32_t k = 0; k < 64; k++) {
-            uint64_t hosts = o->groups[set * o->words + w].current[k].hosts;
+            uint64_t hosts = o->groups[(size_t)set * o->words + w].current[k].hosts;
             for (; hosts; hosts &= hosts - 1)
                 rows[(uint32_t)__builtin_ctzll(hosts) * o->words + w] |= (uint64_t)1 << k;
         }
@@ -315,15 +314,16 @@ static void tell(pyhvd_ready_table *t, uint32_t source, uint32_t kind, const voi
 /* A note: of a rank that fails, or that a host is lost. */
 typedef struct {
     uint32_t host; /* of the rank, or the lost one */
-    int32_t error; /* of the lost host's connection; 0: a rank fails */
-    uint64_t bytes;
+    int32_t error; /* of the connection between finder and lost host; 0: a rank fails */
+    uint32_t finder, bytes;
     uint8_t text[PYHVD_NOTE];
 } host_note;
 
 #define NOTE_HEAD offsetof(host_note, text)
 
 void pyhvd_agreement_abort(pyhvd_ready_table *t, const uint8_t *note, size_t bytes) {
-    host_note told = {t->agreement->tree.host, 0, MIN(bytes, PYHVD_NOTE), {0}};
+    uint32_t host = t->agreement->tree.host;
+    host_note told = {host, 0, host, (uint32_t)MIN(bytes, PYHVD_NOTE), {0}};
     memcpy(told.text, note, told.bytes);
     tell(t, told.host, NOTE, &told, NOTE_HEAD + told.bytes);
 }
@@ -390,8 +390,9 @@ void pyhvd_agreement_send(const pyhvd_ready_table *t) {
 static int keep_note(pyhvd_ready_table *t, const host_note *note) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
     if (atomic_load_explicit(&shared->lost, memory_order_relaxed)) return 0;
+    shared->finder = note->finder;
     shared->error = note->error;
-    shared->note_bytes = (uint32_t)note->bytes;
+    shared->note_bytes = note->bytes;
     memcpy(shared->note, note->text, note->bytes);
     atomic_store_explicit(&shared->lost, note->host + 1, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
@@ -408,13 +409,13 @@ static void take_note(pyhvd_ready_table *t, uint32_t source, const host_note *no
 
 /* A neighbour is lost. */
 static void lose(pyhvd_ready_table *t, uint32_t host, int error) {
-    host_note note = {host, error, 0, {0}};
+    host_note note = {host, error, t->agreement->tree.host, 0, {0}};
     take_note(t, host, &note);
 }
 
 /* The same under the table's lock, without telling the other hosts. */
 static void lose_here(pyhvd_ready_table *t, uint32_t host, int error) {
-    host_note note = {host, error, 0, {0}};
+    host_note note = {host, error, t->agreement->tree.host, 0, {0}};
     keep_note(t, &note);
 }
 
@@ -465,8 +466,8 @@ static void handle(pyhvd_ready_table *t, uint32_t source, uint32_t kind, const u
         handle_ring(t, place);
     } else if (kind == NOTE && n >= NOTE_HEAD && n <= sizeof note) {
         memcpy(&note, bytes, n);
-        note.bytes = MIN(note.bytes, n - NOTE_HEAD);
-        if (note.host < t->agreement->tree.hosts)
+        note.bytes = (uint32_t)MIN(note.bytes, n - NOTE_HEAD);
+        if (MAX(note.host, note.finder) < t->agreement->tree.hosts)
             take_note(t, source, &note);
         else
             lose(t, source, EPROTO);

@@ -30,7 +30,7 @@
  *   4. Who fails to take `sending` has stored `written` before. The holder looks at `written` again
  *      after it has released `sending`. Sequentially consistent fences between the two steps of each
  *      make one of them see the other, so no frame stays behind.
- *   5. `lost` is stored (release) once, after `error` and `note`, and loaded (acquire) before them.
+ *   5. `lost` is stored (release) once, after `finder`, `error` and `note`, and loaded (acquire) before them.
  *   6. The counters of a peer are written by relaxed stores, and any thread may read them: `received`
  *      by the holder of `receiving`, the others under the table's lock. The own host's `late` counts
  *      tensors for which no other host was awaited.
@@ -90,7 +90,8 @@ typedef struct {
      * when (ns) waiting for hosts was counted. Guarded by the table's lock. */
     uint32_t announcer, announcing_rank;
     int64_t counted_until;
-    int error; /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
+    uint32_t finder; /* the host that has found the other one lost; the same host for a note */
+    int error;       /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
     uint32_t note_bytes;
     uint8_t note[PYHVD_NOTE];
     pyhvd_payloads payloads;
@@ -127,8 +128,8 @@ void pyhvd_agreement_clear(pyhvd_agreement *a, uint32_t slots);
 
 /* ---- under the table's lock ---- */
 
-/* Announce the slots words[first] to words[end - 1], which all local members have marked, if the hosts
- * below have too; carry on. */
+/* Announce the slots of a range, words [first, end), of which `words` has the first one first, and which
+ * all local members have marked, if the hosts below have too; carry on. */
 void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                               const uint64_t *words, pyhvd_ranks *audience);
 

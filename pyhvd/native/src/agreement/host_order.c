@@ -93,7 +93,9 @@ static const uint64_t *read_section(const pyhvd_host_order *o, const uint64_t *a
     size_t left = (size_t)(end - at), words, slots = 0;
     if (left < SECTION_WORDS) return NULL;
     memcpy(&head, at, sizeof head);
-    if (head.set >= o->sets || head.first >= head.end || head.end > o->words) return NULL;
+    if (head.set >= o->sets || head.first >= head.end || head.end > o->words ||
+        head.end - head.first > PYHVD_RANGE_WORDS)
+        return NULL;
     at += SECTION_WORDS;
     left -= SECTION_WORDS;
     words = (size_t)(head.end - head.first);
@@ -207,7 +209,7 @@ static int put(writer *w, const void *bytes, size_t n) {
 
 static int is_range(const pyhvd_host_order *o, const pyhvd_slot_range *range) {
     return range->set < o->sets && range->first < range->end && range->end <= o->words &&
-           range->n <= PYHVD_MAX_SLOTS;
+           range->end - range->first <= PYHVD_RANGE_WORDS && range->n <= 64 * PYHVD_RANGE_WORDS;
 }
 
 static int put_section(writer *w, const pyhvd_slot_range *range) {
@@ -222,7 +224,7 @@ static int put_section(writer *w, const pyhvd_slot_range *range) {
  * of these slots. */
 static int put_announced(writer *w, pyhvd_host_order *o, const pyhvd_slot_range *range,
                          uint64_t *stamp) {
-    uint64_t bits[PYHVD_MAX_WORDS], rounds[PYHVD_MAX_SLOTS], n = 0, differ = 0;
+    uint64_t bits[PYHVD_RANGE_WORDS], rounds[64 * PYHVD_RANGE_WORDS], n = 0, differ = 0;
     for (uint32_t k = range->first; k < range->end; k++) {
         const pyhvd_order_group *g = group_at(o, range->set, k);
         uint64_t left = range->words[k - range->first] & ~g->announced;
@@ -304,8 +306,10 @@ static uint64_t find_batch(pyhvd_host_order *o, pyhvd_order_entry *entry) {
     entry->kind = PYHVD_BATCH;
     entry->time = UINT64_MAX;
     for (uint32_t set = 0; set < o->sets; set++) {
-        for (uint32_t w = 0; w < o->words && o->complete[set]; w++) {
+        uint32_t left = o->complete[set];
+        for (uint32_t w = 0; left; w++) {
             const pyhvd_order_group *g = group_at(o, set, w);
+            left -= (uint32_t)__builtin_popcountll(g->complete);
             for (uint64_t rest = g->complete; rest; rest &= rest - 1) {
                 uint64_t time = g->current[__builtin_ctzll(rest)].time;
                 if (time < entry->time) {
@@ -314,8 +318,9 @@ static uint64_t find_batch(pyhvd_host_order *o, pyhvd_order_entry *entry) {
                     entry->first = entry->end = w;
                 }
                 if (time != entry->time || set != entry->set) continue;
-                while (entry->end <= w) entry->words[entry->end++] = 0;
-                entry->words[w] |= rest & -rest;
+                if (w - entry->first >= PYHVD_RANGE_WORDS) continue;
+                while (entry->end <= w) entry->words[entry->end++ - entry->first] = 0;
+                entry->words[w - entry->first] |= rest & -rest;
             }
         }
     }
@@ -350,7 +355,7 @@ int pyhvd_host_order_take(pyhvd_host_order *o, pyhvd_order_entry *entry) {
         take_list(o, list, entry);
     else
         for (uint32_t w = entry->first; w < entry->end; w++)
-            begin_rounds(o, entry->set, w, entry->words[w], 0);
+            begin_rounds(o, entry->set, w, entry->words[w - entry->first], 0);
     return 1;
 }
 

@@ -11,9 +11,10 @@
  * list, and the count afterwards, `upto`; before < stamp <= upto.
  *
  * The log consists of lists, with their stamps as their times, and of batches. A *batch* has all
- * slots of one set that every host has announced and whose highest stamp is the batch's time. The
- * log is in the order of (time, lists before batches, set). An entry is *final* on a host when the
- * counts of all hosts, as known there, have reached its time.
+ * slots of one set that every host has announced and whose highest stamp is the batch's time; but if
+ * they lie more than PYHVD_RANGE_WORDS words apart, it has those in the first words alone, and another
+ * batch follows. The log is in the order of (time, lists before batches, set, slots). An entry is
+ * *final* on a host when the counts of all hosts, as known there, have reached its time.
  *
  * Rounds. A slot's *round* is 2 * (the recalls of it in this host's log) + (the parity of the
  * decisions on it). An announcement carries the round of its slot on the sender. A host keeps two
@@ -43,7 +44,7 @@
  *      So all known later rounds with more recalls have one parity, and of two of them the one with
  *      fewer recalls is never decided.
  *   7. A stamp is at least the known stamps of the message's slots. So the message that completes
- *      several slots makes one batch of them.
+ *      several slots makes one batch of them, as it announces one range.
  *   8. Batches of sets that lie within one host are put into that host's log between the entries,
  *      wherever the host likes. No other host sees them, so hosts cannot wait for each other in a
  *      circle. Sets over several, but not all, hosts use response lists only.
@@ -54,6 +55,8 @@
  *  11. A host owes a message once it has taken more than half of the ring since its last message. A
  *      list takes at most half of the ring, with the gap before it. So host 0 always gets room
  *      again.
+ *  12. Every range has at most PYHVD_RANGE_WORDS words. So a list of PYHVD_ORDER_RANGES ranges with at
+ *      most 1024 values is within PYHVD_ORDER_LIST_MAX, and an announcement within a frame.
  *
  * Delays. A host that announces a slot raises its count above all counts that it knows. So its
  * count has reached the stamps that the others will give, and the last announcement makes the slot
@@ -152,9 +155,9 @@ typedef struct {
     uint32_t kind;            /* PYHVD_BATCH, PYHVD_LIST */
     uint32_t set, first, end; /* batch: words [first, end) are used */
     uint64_t time;
-    uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
-    uint64_t number;                 /* list: as announced ... */
-    const uint8_t *audience;         /* ... in the ring, until the next call with this order */
+    uint64_t words[PYHVD_RANGE_WORDS]; /* batch: its slots, word `first` first */
+    uint64_t number;                   /* list: as announced ... */
+    const uint8_t *audience;           /* ... in the ring, until the next call with this order */
     uint32_t audience_bytes;
     const uint64_t *sections, *sections_end; /* list: for pyhvd_host_order_next_range */
 } pyhvd_order_entry;

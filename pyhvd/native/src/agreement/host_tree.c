@@ -60,7 +60,7 @@ static uint64_t offered(const pyhvd_host_order *o, uint32_t set, uint32_t word, 
 
 int64_t pyhvd_host_tree_announce(pyhvd_host_tree *tree, const pyhvd_slot_range *range,
                                  const pyhvd_order_list *list, uint64_t *out, size_t room) {
-    uint64_t words[PYHVD_MAX_WORDS];
+    uint64_t words[PYHVD_RANGE_WORDS];
     if (!range || tree->n == tree->above)
         return pyhvd_host_order_announce(tree->order, range, range != NULL, list, out, room);
     for (uint32_t w = range->first; w < range->end; w++) {
@@ -105,13 +105,8 @@ int64_t pyhvd_host_tree_pass(pyhvd_host_tree *tree, uint32_t child, const pyhvd_
     if (is_list)
         while (pyhvd_host_order_next_range(tree->order, &rest, &ranges[list.n])) list.n++;
     else
-        ranges[0] = (pyhvd_slot_range){PYHVD_ANNOUNCED,
-                                       entry->set,
-                                       entry->first,
-                                       entry->end,
-                                       entry->words + entry->first,
-                                       NULL,
-                                       0};
+        ranges[0] = (pyhvd_slot_range){
+            PYHVD_ANNOUNCED, entry->set, entry->first, entry->end, entry->words, NULL, 0};
     int64_t written = pyhvd_host_order_announce(o, ranges, !is_list, is_list ? &list : NULL, out,
                                                 room);
     while (pyhvd_host_order_take(o, &passed)) {

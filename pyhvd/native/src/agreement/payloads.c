@@ -50,7 +50,8 @@ void pyhvd_payloads_tidy(pyhvd_ready_table *t) {
     staged->n = staged->bytes = 0;
     for (uint32_t k = 0; k < n; k++) {
         pyhvd_payload_item item = staged->items[k];
-        if (!(mine->ready[item.set][item.slot / 64].bits >> (item.slot % 64) & 1)) continue;
+        size_t at = pyhvd_words_of_rank(t, (uint32_t)t->rank, item.set) + item.slot / 64;
+        if (!(t->ready[at].bits >> (item.slot % 64) & 1)) continue;
         memmove(staged->values + staged->bytes, staged->values + item.at, bytes_of(&item));
         item.at = staged->bytes;
         staged->bytes += (uint32_t)bytes_of(&item);
@@ -120,14 +121,14 @@ size_t pyhvd_payloads_collect(pyhvd_ready_table *t, uint32_t set, uint32_t first
     uint32_t slots = 0;
     if (!has_payloads(t)) return 0;
     for (uint32_t w = first; w < end && slots <= PYHVD_PAYLOAD_SLOTS; w++)
-        slots += (uint32_t)__builtin_popcountll(words[w] &
+        slots += (uint32_t)__builtin_popcountll(words[w - first] &
                                                 ~o->groups[(size_t)set * o->words + w].announced);
     int box = slots && slots <= PYHVD_PAYLOAD_SLOTS ? find_free_box(t) : -1;
     if (box < 0) return 0;
     pyhvd_payload *payload = &payloads_of(t)->boxes[t->agreement->tree.host][box];
     payload->n = payload->bytes = 0;
     for (uint32_t w = first; w < end; w++) {
-        uint64_t left = words[w] & ~o->groups[(size_t)set * o->words + w].announced;
+        uint64_t left = words[w - first] & ~o->groups[(size_t)set * o->words + w].announced;
         for (; left; left &= left - 1)
             if (!add_partial(t, payload, set, w * 64 + (uint32_t)__builtin_ctzll(left))) return 0;
     }
@@ -149,7 +150,8 @@ static int is_over(const pyhvd_ready_table *t, const pyhvd_payload_item *item,
     uint32_t w = item->slot / 64;
     if (now >> 1 != item->round >> 1) return now > item->round;
     return now != item->round && entry && entry->kind == PYHVD_BATCH && entry->set == item->set &&
-           w >= entry->first && w < entry->end && (entry->words[w] >> (item->slot % 64) & 1);
+           w >= entry->first && w < entry->end &&
+           (entry->words[w - entry->first] >> (item->slot % 64) & 1);
 }
 
 static void settle_box(pyhvd_ready_table *t, uint32_t host, uint32_t box,
@@ -241,13 +243,13 @@ int pyhvd_payloads_reduce(pyhvd_ready_table *t, const pyhvd_order_entry *decided
     uint32_t slots = 0;
     if (!has_payloads(t)) return 0;
     for (uint32_t w = decided->first; w < decided->end; w++)
-        slots += (uint32_t)__builtin_popcountll(decided->words[w]);
+        slots += (uint32_t)__builtin_popcountll(decided->words[w - decided->first]);
     if (slots > PYHVD_PAYLOAD_SLOTS) return 0;
     uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed);
     uint8_t *results = payloads_of(t)->results[tail % PYHVD_LOG_ENTRIES].values;
     size_t at = 0, room = sizeof payloads_of(t)->results->values;
     for (uint32_t w = decided->first; w < decided->end; w++)
-        for (uint64_t left = decided->words[w]; left; left &= left - 1) {
+        for (uint64_t left = decided->words[w - decided->first]; left; left &= left - 1) {
             uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(left);
             int64_t took = reduce_slot(t, decided->set, slot, results + at, room - at);
             if (took <= 0) return (int)took;

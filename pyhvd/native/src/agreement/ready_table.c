@@ -19,8 +19,29 @@ static const pyhvd_ranks NOBODY;
 
 /* ---- layout ---- */
 
-size_t pyhvd_ready_table_bytes(int size) {
-    return sizeof(pyhvd_shared_table) + (size_t)size * sizeof(pyhvd_rank_state);
+/* Add an array to the table, from a boundary of a line on; return its offset. */
+static size_t place(size_t *bytes, size_t n, size_t item) {
+    size_t at = (*bytes + PYHVD_LINE - 1) / PYHVD_LINE * PYHVD_LINE;
+    *bytes = at + n * item;
+    return at;
+}
+
+/* Set the view's arrays, for a table at `base`, and return the table's bytes. */
+static size_t lay_out(pyhvd_ready_table *t, uintptr_t base) {
+    size_t bytes = sizeof(pyhvd_shared_table) + (size_t)t->size * sizeof(pyhvd_rank_state);
+    size_t words = (size_t)PYHVD_MAX_SETS * t->words, marks = (size_t)t->size * words;
+    t->shared = (pyhvd_shared_table *)base;
+    t->delegated = (uint64_t *)(base + place(&bytes, words, sizeof *t->delegated));
+    t->used = (uint64_t *)(base + place(&bytes, words, sizeof *t->used));
+    t->versions = (uint64_t *)(base + place(&bytes, 64 * words, sizeof *t->versions));
+    t->ready = (pyhvd_ready_word *)(base + place(&bytes, marks, sizeof *t->ready));
+    t->recalled = (_Atomic uint64_t *)(base + place(&bytes, marks, sizeof *t->recalled));
+    return bytes;
+}
+
+size_t pyhvd_ready_table_bytes(int size, uint32_t slots) {
+    pyhvd_ready_table t = {.size = size, .slots = slots, .words = slots / 64};
+    return lay_out(&t, 0);
 }
 
 static pyhvd_log_entry *entry_at(const pyhvd_ready_table *t, uint64_t position) {
@@ -29,20 +50,21 @@ static pyhvd_log_entry *entry_at(const pyhvd_ready_table *t, uint64_t position) 
 
 /* A rank's marks in a set, by word. */
 static pyhvd_ready_word *ready_of(const pyhvd_ready_table *t, uint32_t set, uint32_t rank) {
-    return t->shared->rank_states[rank].ready[set];
+    return t->ready + pyhvd_words_of_rank(t, rank, set);
 }
 
+// cppcheck-suppress constParameterPointer - the view's pointers lead into it
 void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int size,
                               uint32_t slots) {
     t->rank = rank;
     t->size = size;
     t->slots = slots;
     t->words = slots / 64;
-    t->shared = base;
+    lay_out(t, (uintptr_t)base);
 }
 
 void pyhvd_ready_table_clear(pyhvd_ready_table *t) {
-    memset(t->shared, 0, pyhvd_ready_table_bytes(t->size));
+    memset(t->shared, 0, pyhvd_ready_table_bytes(t->size, t->slots));
 }
 
 /* ---- the lock ---- */
@@ -192,8 +214,8 @@ void pyhvd_ready_table_count_last(pyhvd_ready_table *t, uint32_t rank, uint32_t 
     int64_t since = INT64_MAX, until = 0;
     uint64_t n = 0;
     for (uint32_t w = first; w < end; w++) {
-        n += (uint64_t)__builtin_popcountll(words[w]);
-        for (uint32_t k = 0; k < s->count && words[w]; k++) {
+        n += (uint64_t)__builtin_popcountll(words[w - first]);
+        for (uint32_t k = 0; k < s->count && words[w - first]; k++) {
             int64_t marked = pyhvd_ready_table_marked_ns(t, s->ranks[k], set, w);
             if (s->ranks[k] != rank)
                 since = MIN(since, marked);
@@ -224,7 +246,7 @@ int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n) {
 /* The slots of a word that all local members have marked. */
 static uint64_t complete_slots(const pyhvd_ready_table *t, uint32_t set, uint32_t word) {
     const pyhvd_table_set *s = &t->shared->sets[set];
-    uint64_t complete = s->count ? s->delegated[word] : 0;
+    uint64_t complete = s->count ? t->delegated[pyhvd_words_of_set(t, set) + word] : 0;
     for (uint32_t k = 0; k < s->count && complete; k++)
         complete &= ready_of(t, set, s->ranks[k])[word].bits;
     return complete;
@@ -234,13 +256,13 @@ void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t 
                                    const uint64_t *words, int recall) {
     const pyhvd_table_set *s = &t->shared->sets[set];
     for (uint32_t k = 0; k < s->count; k++) {
-        pyhvd_rank_state *rank = &t->shared->rank_states[s->ranks[k]];
+        size_t at = pyhvd_words_of_rank(t, s->ranks[k], set);
         int any = 0;
         for (uint32_t w = first; w < end; w++) {
-            uint64_t marked = rank->ready[set][w].bits & words[w];
-            rank->ready[set][w].bits ^= marked;
+            uint64_t marked = t->ready[at + w].bits & words[w - first];
+            t->ready[at + w].bits ^= marked;
             if (!recall || !marked) continue;
-            atomic_fetch_or_explicit(&rank->recalled[set][w], marked, memory_order_relaxed);
+            atomic_fetch_or_explicit(&t->recalled[at + w], marked, memory_order_relaxed);
             any = 1;
         }
         if (any) pyhvd_ready_table_wake(t, (int)s->ranks[k], PYHVD_WAKE_RECALLED);
@@ -257,29 +279,23 @@ void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *con
     entry->has_results = content->has_results;
     entry->first = content->first;
     entry->end = content->end;
-    for (uint32_t w = content->first; w < content->end; w++) entry->words[w] = content->words[w];
+    for (uint32_t k = 0; k < content->end - content->first; k++)
+        entry->words[k] = content->words[k];
     for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) audience->ranks[k] |= concerned->ranks[k];
     publish(t);
 }
 
-void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
-                             int64_t now, pyhvd_ranks *audience) {
+/* Append, or announce, the complete slots `batch` in words [first, end), a range. */
+static void match_range(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
+                        const uint64_t *batch, int64_t now, pyhvd_ranks *audience) {
     pyhvd_table_set *s = &t->shared->sets[set];
-    uint64_t batch[PYHVD_MAX_WORDS];
-    uint32_t first = to, end = from;
-    for (uint32_t w = from; w < to; w++) {
-        batch[w] = complete_slots(t, set, w);
-        if (!batch[w]) continue;
-        first = MIN(first, w);
-        end = w + 1;
-    }
-    if (first >= end) return;
     if (s->spans) {
         pyhvd_agreement_announce(t, set, first, end, batch, audience);
         return;
     }
     if (!pyhvd_ready_table_make_room(t, 1)) return;
-    for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
+    uint64_t *used = t->used + pyhvd_words_of_set(t, set);
+    for (uint32_t w = first; w < end; w++) used[w] |= batch[w - first];
     pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);
     pyhvd_log_content content = {.kind = PYHVD_BATCH,
                                  .set = set,
@@ -291,6 +307,19 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
         pyhvd_ready_table_count_last(t, (uint32_t)t->rank, set, batch, first, end);
     if (t->agreement) content.last_rank = t->agreement->ranks[t->rank];
     pyhvd_ready_table_append(t, &content, &s->members, audience);
+}
+
+void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
+                             int64_t now, pyhvd_ranks *audience) {
+    uint64_t batch[PYHVD_RANGE_WORDS];
+    for (uint32_t w = from, first; w < to;) {
+        while (w < to && !(batch[0] = complete_slots(t, set, w))) w++;
+        if (w == to) return;
+        uint32_t end = (first = w++) + 1;
+        for (; w < to && w - first < PYHVD_RANGE_WORDS; w++)
+            if ((batch[w - first] = complete_slots(t, set, w))) end = w + 1;
+        match_range(t, set, first, end, batch, now, audience);
+    }
 }
 
 const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {
@@ -321,14 +350,16 @@ void pyhvd_ready_table_retry(pyhvd_ready_table *t) {
 /* Return whether all slots are delegated under their versions; checked once per version of the
  * set. */
 static int are_delegated(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list) {
-    const pyhvd_table_set *s = &t->shared->sets[set];
-    if (list->checked == s->version) return 1;
+    uint64_t version = t->shared->sets[set].version;
+    const uint64_t *delegated = t->delegated + pyhvd_words_of_set(t, set);
+    const uint64_t *versions = t->versions + pyhvd_slots_of_set(t, set);
+    if (list->checked == version) return 1;
     for (uint32_t k = 0; k < list->n; k++) {
         uint32_t slot = list->ids[k];
-        if (!(s->delegated[slot / 64] >> (slot % 64) & 1) || s->versions[slot] != list->versions[k])
+        if (!(delegated[slot / 64] >> (slot % 64) & 1) || versions[slot] != list->versions[k])
             return 0;
     }
-    list->checked = s->version;
+    list->checked = version;
     return 1;
 }
 
@@ -361,6 +392,8 @@ void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32
     s->version = version + 1;
     s->count = count;
     s->spans = spans;
+    memset(t->delegated + pyhvd_words_of_set(t, set), 0, t->words * sizeof *t->delegated);
+    memset(t->used + pyhvd_words_of_set(t, set), 0, t->words * sizeof *t->used);
     for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
         memset(ready_of(t, set, rank), 0, t->words * sizeof(pyhvd_ready_word));
     for (uint32_t k = 0; k < count; k++) {
@@ -373,28 +406,26 @@ void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32
 void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
                                 uint64_t version) {
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
-    pyhvd_table_set *s = &t->shared->sets[set];
-    s->versions[slot] = version;
-    s->delegated[slot / 64] |= (uint64_t)1 << (slot % 64);
-    s->version++;
+    t->versions[pyhvd_slots_of_set(t, set) + slot] = version;
+    t->delegated[pyhvd_words_of_set(t, set) + slot / 64] |= (uint64_t)1 << (slot % 64);
+    t->shared->sets[set].version++;
     pyhvd_ready_table_unlock(t, &NOBODY);
 }
 
 void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot) {
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
-    pyhvd_table_set *s = &t->shared->sets[set];
-    s->delegated[slot / 64] &= ~((uint64_t)1 << (slot % 64));
-    s->version++;
+    t->delegated[pyhvd_words_of_set(t, set) + slot / 64] &= ~((uint64_t)1 << (slot % 64));
+    t->shared->sets[set].version++;
     pyhvd_ready_table_unlock(t, &NOBODY);
 }
 
 void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits,
                               uint64_t *marked) {
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
-    pyhvd_table_set *s = &t->shared->sets[set];
-    s->version++;
+    uint64_t *delegated = t->delegated + pyhvd_words_of_set(t, set);
+    t->shared->sets[set].version++;
     for (uint32_t w = 0; w < t->words; w++) {
-        s->delegated[w] &= ~bits[w];
+        delegated[w] &= ~bits[w];
         for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++) {
             pyhvd_ready_word *theirs = ready_of(t, set, rank);
             marked[rank * t->words + w] = theirs[w].bits & bits[w];
@@ -409,7 +440,7 @@ void pyhvd_ready_table_read(pyhvd_ready_table *t, uint32_t set, uint64_t *marked
     for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
         for (uint32_t w = 0; w < t->words; w++)
             marked[rank * t->words + w] = ready_of(t, set, rank)[w].bits;
-    uint64_t *since_last = t->shared->sets[set].used;
+    uint64_t *since_last = t->used + pyhvd_words_of_set(t, set);
     memcpy(used, since_last, t->words * sizeof *used);
     memset(since_last, 0, t->words * sizeof *used);
     pyhvd_ready_table_unlock(t, &NOBODY);

@@ -53,8 +53,12 @@
 
 /* process sets with ids below it use the table; others agree by messages */
 #define PYHVD_MAX_SETS 16
-#define PYHVD_MAX_SLOTS 4096 /* cache slots of a set */
+#define PYHVD_MAX_SLOTS \
+    65536 /* cache slots of a set; a table has as many as the caches of its job */
 #define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
+/* A range of slots that are announced, decided, recalled or delegated together spans at most so many
+ * words: so log entries, messages and scratch memory have one size for any number of slots. */
+#define PYHVD_RANGE_WORDS 64
 #define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
 #define PYHVD_PAYLOAD 2048    /* bytes of the values in a payload, at most; see payloads.h */
 #define PYHVD_PAYLOAD_SLOTS 16
@@ -91,9 +95,9 @@ typedef struct {
     /* batch: the rank (of the job) whose marks completed it, or PYHVD_OTHER_HOST + the host that was
      * the last to announce it */
     uint32_t last_rank;
-    uint32_t has_results;            /* batch: whether its results lie beside it; see payloads.h */
-    uint32_t first, end;             /* batch: words [first, end) are used */
-    uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
+    uint32_t has_results; /* batch: whether its results lie beside it; see payloads.h */
+    uint32_t first, end;  /* batch: it has slots in words [first, end) of the set ... */
+    uint64_t words[PYHVD_RANGE_WORDS]; /* ... which are these, word `first` first */
 } pyhvd_log_entry;
 
 /* A rank's marks of 64 slots, and when (ns) it made the last one. */
@@ -131,28 +135,23 @@ typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint64_t late; /* tensors that the rank was the last to mark ... */
     /* ... and for how long (ns) others had waited for them */
     _Atomic uint64_t awaited;
-    _Alignas(PYHVD_LINE) pyhvd_ready_word ready[PYHVD_MAX_SETS][PYHVD_MAX_WORDS];
-    /* Slots whose marks were recalled: the rank submits them by message. Set under the lock, taken by
-     * the rank. A recalled mark's call stays in flight until then. */
-    _Atomic uint64_t recalled[PYHVD_MAX_SETS][PYHVD_MAX_WORDS];
-    pyhvd_payload staged; /* over several hosts: values of slots that the rank has marked */
+    /* over several hosts: values of slots that the rank has marked */
+    _Alignas(PYHVD_LINE) pyhvd_payload staged;
 } pyhvd_rank_state;
 
-/* A process set; its words and slots are those of the table. */
+/* A process set. */
 typedef struct {
     _Alignas(PYHVD_LINE) uint64_t version; /* never 0 while the set is open; never decreases */
-    uint64_t delegated[PYHVD_MAX_WORDS];
-    uint64_t used[PYHVD_MAX_WORDS]; /* slots of batches since the coordinator last looked */
     int64_t
         counted_until; /* until when (ns) its waiting was counted; see pyhvd_ready_table_count_last */
     int spans; /* whether the set's ranks on all hosts agree together, not those here alone */
     pyhvd_ranks members; /* on this host */
     uint32_t count;
     uint32_t ranks[PYHVD_MAX_LOCAL];
-    uint64_t versions[PYHVD_MAX_SLOTS];
 } pyhvd_table_set;
 
-/* The table in shared memory. */
+/* The table in shared memory. Behind it are arrays, whose length depends on the number of slots: see
+ * pyhvd_ready_table. */
 typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint32_t lock;
     _Alignas(PYHVD_LINE) _Atomic uint64_t tail;
@@ -169,6 +168,13 @@ typedef struct {
     int rank, size;
     uint32_t slots, words;
     pyhvd_shared_table *shared;
+    /* Arrays in shared memory: [sets][words] ... */
+    uint64_t *delegated, *used; /* `used`: slots of batches since the coordinator last looked */
+    uint64_t *versions;         /* ... [sets][slots] ... */
+    pyhvd_ready_word *ready;    /* ... and [ranks][sets][words]: marks */
+    /* Likewise: slots whose marks were recalled, and which the rank submits by message. Set under the
+     * lock, taken by the rank. A recalled mark's call stays in flight until then. */
+    _Atomic uint64_t *recalled;
     pyhvd_agreement *agreement; /* NULL: all ranks are on one host */
     /* of the fast path: once it is set, no thread waits for the lock */
     const _Atomic uint32_t *closed;
@@ -190,7 +196,7 @@ static inline void pyhvd_slot_list_renew(pyhvd_slot_list *list, uint32_t k, uint
 
 /* ---- set-up ---- */
 
-size_t pyhvd_ready_table_bytes(int size);
+size_t pyhvd_ready_table_bytes(int size, uint32_t slots);
 
 /* View a table of that many bytes at `base`, which is aligned to PYHVD_LINE. `slots` is a multiple
  * of 64. */
@@ -237,7 +243,7 @@ void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot)
 int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
                                  int64_t now);
 
-/* Under the lock: append a batch of the slots in words [from, to) that all members have marked, and
+/* Under the lock: append batches of the slots in words [from, to) that all members have marked, and
  * add the members to `audience`. `now` is when this rank marked the last of them, or 0 if another
  * rank may have done so. */
 void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
@@ -258,6 +264,20 @@ void pyhvd_ready_table_wake_background(const pyhvd_ready_table *t, int rank);
  * makes progress, or will. */
 void pyhvd_ready_table_wake_for_entry(const pyhvd_ready_table *t, int rank);
 
+/* Where a set's words of `delegated` and `used`, and its versions, begin. */
+static inline size_t pyhvd_words_of_set(const pyhvd_ready_table *t, uint32_t set) {
+    return (size_t)set * t->words;
+}
+
+static inline size_t pyhvd_slots_of_set(const pyhvd_ready_table *t, uint32_t set) {
+    return (size_t)set * t->slots;
+}
+
+/* Where a rank's words of `ready` and `recalled` begin in a set. */
+static inline size_t pyhvd_words_of_rank(const pyhvd_ready_table *t, uint32_t rank, uint32_t set) {
+    return ((size_t)rank * PYHVD_MAX_SETS + set) * t->words;
+}
+
 /* Append what found no room in the log, or in the connections to other hosts. */
 void pyhvd_ready_table_retry(pyhvd_ready_table *t);
 
@@ -267,15 +287,15 @@ void pyhvd_ready_table_retry(pyhvd_ready_table *t);
 int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n);
 void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
 
-/* Clear all marks of the slots `words[first]` to `words[end - 1]`. With `recall`, let the ranks that
- * had made them submit their tensors by message. */
+/* Clear all marks of the slots in words [first, end), of which `words` has the first one first. With
+ * `recall`, let the ranks that had made them submit their tensors by message. */
 void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                                    const uint64_t *words, int recall);
 
 /* What an entry of the log says. */
 typedef struct {
     uint32_t kind, set, first, end;
-    const uint64_t *words; /* the whole set's; NULL for a list */
+    const uint64_t *words; /* word `first` first; NULL for a list */
     uint64_t number;
     uint32_t last_rank, has_results;
 } pyhvd_log_content;
@@ -284,15 +304,15 @@ typedef struct {
 void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *content,
                               const pyhvd_ranks *concerned, pyhvd_ranks *audience);
 
-/* A local rank was the last to mark the slots `words[first]` to `words[end - 1]`, whose marks are still
- * there: count for how long (ns) the others had waited. */
+/* A local rank was the last to mark the slots in words [first, end), of which `words` has the first one
+ * first, and whose marks are still there: count for how long (ns) the others had waited. */
 void pyhvd_ready_table_count_last(pyhvd_ready_table *t, uint32_t rank, uint32_t set,
                                   const uint64_t *words, uint32_t first, uint32_t end);
 
 /* When (ns) a rank last marked a slot of a word. */
 static inline int64_t pyhvd_ready_table_marked_ns(const pyhvd_ready_table *t, uint32_t rank,
                                                   uint32_t set, uint32_t word) {
-    return t->shared->rank_states[rank].ready[set][word].time;
+    return t->ready[pyhvd_words_of_rank(t, rank, set) + word].time;
 }
 
 /* Whether the log has entries behind this rank's cursor. */

@@ -96,11 +96,17 @@ static void unrefuse(pyhvd_submissions *s, const pyhvd_call *call) {
     if (!*at) s->refused_end = at;
 }
 
+/* The recalled marks of this rank in a set, by word. */
+static _Atomic uint64_t *recalled_of(const pyhvd_fast_path *path, uint32_t set) {
+    const pyhvd_ready_table *table = &path->setup.table;
+    return table->recalled + pyhvd_words_of_rank(table, (uint32_t)table->rank, set);
+}
+
 /* Forget which marks of this turn were recalled: a later turn must not be refused for them. */
-static void forget_recalled(pyhvd_fast_path *path, const pyhvd_call *call) {
+static void forget_recalled(const pyhvd_fast_path *path, const pyhvd_call *call) {
     for (uint32_t k = 0; k < call->slots.n; k++) {
         uint32_t slot = call->slots.ids[k];
-        atomic_fetch_and_explicit(&rank_state_of(path)->recalled[call->set][slot / 64],
+        atomic_fetch_and_explicit(recalled_of(path, call->set) + slot / 64,
                                   ~((uint64_t)1 << (slot % 64)), memory_order_relaxed);
     }
 }
@@ -253,7 +259,7 @@ static void begin_entry(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
     p->trace_ready = pyhvd_trace_now(path->setup.trace);
     p->pending_count = p->next = 0;
     for (uint32_t w = entry->first; w < entry->end; w++)
-        for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1)
+        for (uint64_t bits = entry->words[w - entry->first]; bits; bits &= bits - 1)
             p->pending[p->pending_count++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
     p->has_results = entry->has_results != 0;
     if (p->has_results) copy_results(path);
@@ -698,7 +704,7 @@ static void refuse_recalled(pyhvd_fast_path *path) {
     pthread_mutex_lock(&s->mutex);
     for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
         for (uint32_t w = 0; w < path->setup.table.words; w++) {
-            uint64_t bits = atomic_exchange_explicit(&rank_state_of(path)->recalled[set][w], 0,
+            uint64_t bits = atomic_exchange_explicit(recalled_of(path, set) + w, 0,
                                                      memory_order_relaxed);
             for (; bits; bits &= bits - 1) {
                 uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits);

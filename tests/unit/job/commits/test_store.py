@@ -288,6 +288,26 @@ def test_a_store_with_room_for_two_commits_drops_the_older(
     assert names(tmp_path, ".data") == names(tmp_path, ".json") == [(0, 3), (0, 4)]
 
 
+def test_a_full_store_does_not_drop_its_last_valid_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer one has a valid manifest, but its data was damaged."""
+    store = make(tmp_path)
+    kept = write(store, 1)
+    write(store, 2)
+    (damaged,) = tmp_path.glob("*-2-*.data")
+    change(damaged)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files, "pipe_file", refuse)
+        with pytest.raises(StoreError, match="No space left on device"):
+            write(store, 3)
+    assert store.read() == (Seal(1, 0, len(kept)), kept)
+
+
 @pytest.mark.parametrize("end", [".data", ".json"])
 def test_a_failed_write_leaves_no_part(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(tmp_path)
@@ -309,5 +329,5 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(StoreError) as caught:
         open_folder("folder")
     assert str(caught.value) == (
-        '--elastic-store needs fsspec, which is not installed here: pip install "pyhvd[store]"'
+        '--elastic-store needs fsspec, which is not installed: pip install "pyhvd[store]"'
     )
