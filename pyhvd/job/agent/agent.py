@@ -238,6 +238,7 @@ class Agent:
         """Close everything but the connection, even if one part raises."""
         with ExitStack() as stack:
             if self._world and not self._is_over():  # else MPI has removed its own
+                stack.callback(segments.sweep)
                 stack.callback(segments.remove_of_world, self._world)  # after all ranks have ended
             stack.callback(self._selector.close)
             stack.callback(self._end_probe)
