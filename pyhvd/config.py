@@ -449,7 +449,13 @@ WITHOUT_EFFECT: dict[str, ConfigEntry | None] = {
 """Suffixes of variables that Horovod reads and pyhvd does not, with their entries."""
 
 
-_OF_LAUNCHERS = ("ELASTIC_TIMEOUT", "START_TIMEOUT", "SPARK_START_TIMEOUT", "SPARK_USE_LOCAL_RANK_GPU_INDEX")
+_OF_LAUNCHERS = (
+    "DRIVER_TIMEOUT",
+    "ELASTIC_TIMEOUT",
+    "START_TIMEOUT",
+    "SPARK_START_TIMEOUT",
+    "SPARK_USE_LOCAL_RANK_GPU_INDEX",
+)
 
 
 def read_timeout(suffix: str, default: float, env: Mapping[str, str] | None = None) -> float:

@@ -50,7 +50,7 @@ def _wide_functions(path: Path) -> Iterator[str]:
 
 
 def _late_decoders(path: Path) -> Iterator[str]:
-    """Yield the lines in functions where msgspec looks at a class: ``Decoder(T)``, ``decode(data, type=T)``."""
+    """Yield the calls in functions by which msgspec looks at a class: Decoder(T), decode(data, type=T)."""
     functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
     for node in (node for function in functions for node in ast.walk(function)):
         if isinstance(node, ast.Call):

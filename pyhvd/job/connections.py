@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pyhvd.job.messages import Beat, FromAgent, FromDriver, Member, decode_from_agent, encode
+from pyhvd.job.spec import DRIVER_TIMEOUT
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, NO_DESCRIPTORS, Connection, Secret, listen
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
@@ -22,7 +23,7 @@ BEAT_S = 1.0
 ELASTIC_BEAT_S = 0.5
 """Between two beats of an agent of an elastic job."""
 DRIVER_SILENT_S = 20.0
-"""A lost driver is silent. This is long enough for a suspended driver to find its ranks again."""
+"""After this long, an agent says that its driver is silent, and a driver that it stood still."""
 # An agent that misses five beats is frozen, cut off, or without power.
 # Those of elastic jobs beat twice as often.
 SILENT_S = 5.0
@@ -32,6 +33,27 @@ _LATE_S = 2.5
 _TICK_S = 0.25
 # How many unauthenticated connections may be open beside those of the job's own agents.
 _STRANGERS = 64
+
+
+@dataclass
+class Standstill:
+    """Notices that this process stood still: it was stopped, or had no core.
+
+    Attributes
+    ----------
+    usual : float
+        The most seconds between two looks of a process that does not stand still.
+    at : float
+        When it looked last (time.monotonic).
+    """
+
+    usual: float
+    at: float = field(default_factory=time.monotonic)
+
+    def look(self) -> float:
+        """Return for how many seconds this process stood still since the last look; 0 if it did not."""
+        before, self.at = self.at, time.monotonic()
+        return self.at - before if self.at > before + self.usual else 0.0
 
 
 @dataclass(eq=False)
@@ -66,11 +88,17 @@ class ConnectionServer:
     """Serves the connections of one job, in the thread that calls :meth:`turn`.
 
     It calls `on_message` with a peer and each of its messages, and `on_lost` before it disconnects an agent.
+    A peer is silent only while this process looks at it: what has arrived is read first, and time in which
+    the process stood still does not count.
 
     Attributes
     ----------
     gone : str
         Why a connection may end.
+    patience : float
+        The seconds after which agents end if they hear nothing; the beats say so.
+    stood_still : float
+        The seconds for which this process stood still before or in the last turn.
     peers : list of Peer
         The connected processes.
     silent_s : float
@@ -85,10 +113,13 @@ class ConnectionServer:
     on_message: Callable[[Peer, FromAgent], None]
     on_lost: OnLost
     gone: str = "its agent is gone"
+    patience: float = DRIVER_TIMEOUT.default
+    stood_still: float = 0.0
     peers: list[Peer] = field(default_factory=list)
     silent_s: float = SILENT_S
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _next_beat: float = 0.0
+    _standstill: Standstill = field(default_factory=lambda: Standstill(4 * _TICK_S))
     # No peer counts as silent from an earlier time.
     _silent_since: float = field(default_factory=time.monotonic)
     _listeners: list[socket.socket] = field(default_factory=list)
@@ -106,14 +137,14 @@ class ConnectionServer:
 
     def turn(self) -> None:
         """Wait for events, at most one tick, and handle them."""
-        before = time.monotonic()
         for peer in self.peers:
             self._pump(peer)
         for key, _ in self.selector.select(_TICK_S):
             key.data()
-        now = time.monotonic()
-        if now > before + 4 * _TICK_S:
-            self._silent_since = now  # this process was suspended: messages may wait unread
+        self.stood_still = self._standstill.look()
+        now = self._standstill.at
+        if self.stood_still:
+            self._silent_since = now
         beat = now >= self._next_beat
         if beat:
             self._next_beat = now + BEAT_S
@@ -121,8 +152,22 @@ class ConnectionServer:
                 self._attend(self._resting.pop())
         for peer in list(self.peers):
             if beat and peer.member is not None:
-                peer.send(Beat())
+                peer.send(Beat(patience=self.patience))
             self._check(peer, now)
+
+    def turns(self, seconds: float) -> Iterator[None]:
+        """Take turns for so many seconds, without those in which this process stands still."""
+        until = self._standstill.at + seconds
+        while self._standstill.at < until:
+            yield
+            self.turn()
+            until += self.stood_still
+
+    def go_on(self) -> float:
+        """Note that this process has stopped itself; return for how many seconds."""
+        seconds = self._standstill.look()
+        self._silent_since = self._standstill.at
+        return seconds
 
     def adopt(self, connection: Connection) -> Peer:
         """Serve a connection to a process that the driver has started; return the peer.
@@ -138,9 +183,13 @@ class ConnectionServer:
         self.selector.unregister(peer.connection)
         self.peers.remove(peer)
 
+    def silence(self, peer: Peer) -> float:
+        """Return for how many seconds a peer had said nothing at the end of the last turn."""
+        return self._standstill.at - max(peer.connection.heard, self._silent_since)
+
     def hears(self, peer: Peer) -> bool:
         """Return whether a peer spoke recently; the agents of a lost host fall silent together."""
-        return time.monotonic() <= max(peer.connection.heard, self._silent_since) + _LATE_S
+        return self.silence(peer) <= _LATE_S
 
     def close(self) -> None:
         """Close all connections and sockets."""
@@ -205,7 +254,7 @@ class ConnectionServer:
         if not peer.connection.authenticated:
             if not peer.adopted and now > peer.connection.began + HANDSHAKE_S:
                 self.drop(peer, "did not authenticate itself")
-        elif peer.member is not None and now > max(peer.connection.heard, self._silent_since) + self.silent_s:
+        elif peer.member is not None and self.silence(peer) > self.silent_s:
             why = "its host is frozen, cut off or without power"
             self.drop(peer, f"has been silent for {self.silent_s:g} s: {why}", waited=True)
 

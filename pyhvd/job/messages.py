@@ -363,15 +363,17 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """Either way, each second, and twice from an agent of an elastic job: the sender is alive.
 
     In an elastic job an agent says the number of the newest `commit` that it holds, and why its host
-    `leaves`, if it does.
+    `leaves`, if it does. A driver says with how much `patience` (s) an agent shall wait for its next beat; 0
+    changes nothing.
     """
 
     commit: int = 0
     leaves: str = ""
+    patience: float = 0.0
 
 
 class Remark(msgspec.Struct, frozen=True, tag=True):
-    """Agent to driver, in an elastic job: a line for the user, about the agent's host."""
+    """Agent to driver: a line for the user, about the agent's host."""
 
     text: str
 

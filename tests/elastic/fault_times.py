@@ -23,6 +23,7 @@ from tests.bed import why_not
 from tests.elastic.faults import grounds
 from tests.elastic.jobs import ROOT
 from tests.elastic.running import Ground, RunningJob, kill
+from tests.elastic.steps import STEPS
 from tests.elastic.striker import strike_host
 from tests.elastic.trials import describe
 from tests.hosts import sshd
@@ -69,6 +70,12 @@ def _stop_a_rank(job: RunningJob) -> None:
     kill(rank, signal.SIGCONT)
 
 
+def _stop_the_launcher(job: RunningJob) -> None:
+    job.launcher.send_signal(signal.SIGSTOP)
+    time.sleep(60.0)
+    job.launcher.send_signal(signal.SIGCONT)
+
+
 def _kill_agent(job: RunningJob) -> None:
     kill(job.agents("west"))
 
@@ -96,6 +103,8 @@ class Fault:
         How often the ranks are started again; of the first step after it counts the generation.
     hosts : bool
         Whether it needs two hosts.
+    steps : int
+        How many steps the program makes.
     """
 
     name: str
@@ -105,6 +114,7 @@ class Fault:
     inner: tuple[str, ...] = ()
     restarts: int = 1
     hosts: bool = False
+    steps: int = STEPS
 
 
 _AGAIN = "all ranks start again, from the last commit"
@@ -136,6 +146,16 @@ FAULTS = (
     Fault("all ranks of a host are killed", _AGAIN, 3, _kill_ranks_of_west, hosts=True),
     Fault("a rank is killed on each of two hosts", "one restart", 3, _kill_a_rank_of_each, hosts=True),
     Fault("the agent of a host is killed", _LEFT_OUT, 3, _kill_agent, hosts=True),
+    Fault(
+        "the launcher is stopped for 60 s (from its return)",
+        "training goes on",
+        1,
+        _stop_the_launcher,
+        (),
+        0,
+        hosts=True,
+        steps=10 * STEPS,
+    ),
     Fault("a host crashes", _LEFT_OUT, 3, "crash", hosts=True),
     Fault("a host is frozen", _LEFT_OUT, 5, "freeze", hosts=True),
     Fault("a host is cut off", _LEFT_OUT, 5, "cut off", hosts=True),
@@ -146,7 +166,7 @@ FAULTS = (
 def measure(ground: Ground, fault: Fault) -> float:
     """Make a fault; return the seconds to the next committed step. The hosts are whole afterwards."""
     with tempfile.TemporaryDirectory(prefix="pyhvd-faults-") as name, ExitStack() as mending:
-        job = ground.start(Path(name), fault.inner, _STEP_S, strikes_in=_STRIKES_IN)
+        job = ground.start(Path(name), fault.inner, _STEP_S, fault.steps, strikes_in=_STRIKES_IN)
         try:
             seconds = _strike(job, fault, mending)
             job.launcher.kill()

@@ -25,7 +25,7 @@ LOST, WRONG, HANG, LEFT, OTHER = (
 _STEP_S = 0.04
 _END_S = 90.0
 _GONE_S = 3.0
-_GONE_FROM_HOSTS_S = 25.0  # an agent that hears nothing ends itself after 20 s
+_GONE_FROM_HOSTS_S = 25.0  # a host that was cut off hears only then that its channel is closed
 _SHM = "/dev/shm"
 _FAILS = ("killed", "raised")
 

@@ -36,7 +36,8 @@ _HOSTS = "east:2,west:2"
 _START_TIMEOUT_S = 3
 # On a reachable host the last process ends within the fault's limit, or so long after the launcher.
 _GONE_S = 1.0
-# A host that is cut off ends its own ranks after 20 s without the launcher.
+# A host that is cut off ends its own ranks after the driver timeout, which is set to so many seconds.
+_PATIENCE_S = 20
 _ALONE_S = 22.0
 _AGENT = "pyhvd.job.agent.host_agent"
 _SHOWN = {"{pid}": r"\d+", "{rank}": r"\d", "...": ".*"}
@@ -102,9 +103,9 @@ class Trial:
     def kill_launcher(self) -> None:
         self.send(signal.SIGKILL)
 
-    def stop_launcher(self) -> None:
+    def stop_launcher(self, seconds: float) -> None:
         self.send(signal.SIGSTOP)
-        time.sleep(10)
+        time.sleep(seconds)
         self.send(signal.SIGCONT)
         self._go_on()
 
@@ -190,9 +191,12 @@ class JobFault:
     heal : callable, optional
         Makes the site whole again.
     alone : bool
-        West cannot be reached any more: its processes end after 20 s, or when the fault is healed.
+        West cannot be reached any more: its processes end after the driver timeout, or when the fault is
+        healed.
     hosts : str
         The hosts of a job that cannot start.
+    patience : int
+        The driver timeout (s), after which agents end that hear nothing; 0 for the default.
     any_mpi : bool
         Whether MPI plays no part, so that one MPI is enough.
     alike : bool
@@ -209,6 +213,7 @@ class JobFault:
     heal: Callable[[Site], None] | None = None
     alone: bool = False
     hosts: str = ""
+    patience: int = 0
     any_mpi: bool = False
     alike: bool = False
 
@@ -335,6 +340,7 @@ FAULTS = (
         Trial.cut_off_west,
         heal=lambda site: site.bed.rejoin(site.west),
         alone=True,
+        patience=_PATIENCE_S,
     ),
     JobFault(
         "a host has no power", _SILENT, 6, Trial.power_off_west, heal=lambda site: _restart(site, "west")
@@ -364,8 +370,30 @@ FAULTS = (
         _ALONE_S,
         Trial.power_off_the_launchers_host,
         heal=lambda site: _restart(site, "lead"),
+        patience=_PATIENCE_S,
     ),
-    JobFault("the launcher is stopped for 10 s", _GOES_ON, None, Trial.stop_launcher, 7, _ENDS, alike=True),
+    JobFault(
+        "the launcher is stopped for 10 s",
+        _GOES_ON,
+        None,
+        lambda trial: trial.stop_launcher(10),
+        7,
+        _ENDS,
+        alike=True,
+    ),
+    JobFault(
+        "the launcher is stopped for 60 s",
+        (
+            "pyhvd: host west: its agent has heard nothing from the launcher for 20 s, and its ranks go on",
+            "pyhvd: the launcher stood still for 6{rank} s, and goes on",
+            *_GOES_ON,
+        ),
+        None,
+        lambda trial: trial.stop_launcher(60),
+        7,
+        _ENDS,
+        alike=True,
+    ),
     JobFault("Ctrl-Z, and fg", _GOES_ON, None, Trial.press_ctrl_z, 7, _ENDS, alike=True),
     JobFault(
         "Ctrl-C",
@@ -470,7 +498,9 @@ def try_fault(site: Site, fault: JobFault, number: int = 0, slack: float = 0.0) 
 
 def _start(site: Site, fault: JobFault, folder: Path, number: int) -> Trial:
     lead = site.bed.hosts["lead"] if fault.strike is Trial.power_off_the_launchers_host else None
-    launcher = site.launcher(folder, lead)
+    launcher = site.launcher(
+        folder, lead, {"PYHVD_DRIVER_TIMEOUT": str(fault.patience)} if fault.patience else {}
+    )
     begin = time.monotonic()
     if fault.hosts:
         arguments = ("--start-timeout", str(_START_TIMEOUT_S), "-c", "pass")

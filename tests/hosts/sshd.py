@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,11 +222,12 @@ class Site:
     def west(self) -> Host:
         return self.bed.hosts["west"]
 
-    def launcher(self, folder: Path, host: Host | None = None) -> Launcher:
-        """Return a launcher with a folder, on the head or on a host."""
+    def launcher(self, folder: Path, host: Host | None = None, variables: Mapping[str, str] = {}) -> Launcher:
+        """Return a launcher with a folder and variables, on the head or on a host."""
         inside = ["env", f"--chdir={folder}"]
         place = host or self.bed.head
-        return Launcher(folder, None, self.sshd.variables, lambda command: place.command([*inside, *command]))
+        given = {**self.sshd.variables, **variables}
+        return Launcher(folder, None, given, lambda command: place.command([*inside, *command]))
 
     def restart(self, host: Host) -> None:
         """Start a crashed host again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pyhvd.job.connections import DRIVER_SILENT_S
 from tests.hosts import test_many_hosts as many_hosts
 from tests.hosts.sshd import Site
 from tests.many_hosts import Ended, end_of
@@ -169,6 +171,23 @@ def test_a_host_that_is_cut_off_between_two_calls(site: Site, programs: Programs
         time.sleep(_SILENT_S + 1.5)  # and a turn
     finally:
         site.bed.rejoin(site.west)
+    _go_on(job)
+
+
+def test_a_caller_that_is_stopped_between_two_calls_has_the_same_agents(
+    site: Site, programs: Programs
+) -> None:
+    job = programs.start(_KEEP)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "kept\n"
+    hosts = site.bed.hosts.values()
+    before = [site.running(host, "pyhvd.job.agent.host_agent") for host in hosts]
+    assert all(before)
+    job.send_signal(signal.SIGSTOP)
+    time.sleep(DRIVER_SILENT_S + 4.0)
+    job.send_signal(signal.SIGCONT)
+    time.sleep(2.0)  # the thread that keeps the agents judges them
+    assert [site.running(host, "pyhvd.job.agent.host_agent") for host in hosts] == before
     _go_on(job)
 
 

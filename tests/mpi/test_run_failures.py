@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import socket
@@ -436,3 +437,51 @@ def test_syntax_error(tmp_path: Path) -> None:
     assert ended.code == 1
     assert ended.last == "SyntaxError: invalid syntax"
     assert "runpy" not in ended.err
+
+
+_SEGMENTS = """
+from pyhvd.job.process.segments import segments_of
+found = MPI.COMM_WORLD.allgather(sorted(segments_of(os.getpid())))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/shm is Linux's")
+@both
+@pytest.mark.parametrize("how", ["os._exit(1)", "sys.exit(1)", "os.kill(os.getpid(), 9)"])
+def test_a_rank_that_ends_between_mpi_init_and_init_leaves_no_shared_memory(
+    tmp_path: Path, launched: bool, how: str
+) -> None:
+    ends = f"if rank == 1:\n    print(sum(found, []), flush=True); {how}\ntime.sleep(60)\n"
+    ended = run_both(launched, 2, script(tmp_path, TOGETHER + _SEGMENTS + ends))
+    assert ended.code != 0
+    made = ast.literal_eval(ended.out.splitlines()[0])
+    if LIBRARY.family != "Open MPI":  # its ranks make files when they need them
+        assert made, "MPICH has its file"
+    assert [path for path in made if os.path.exists(path)] == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/shm is Linux's")
+@both
+def test_a_rank_that_is_killed_while_it_opens_the_window_leaves_no_file(
+    tmp_path: Path, launched: bool
+) -> None:
+    path = script(
+        tmp_path,
+        RANK
+        + """
+import pyhvd as hvd
+
+def die(file, _):
+    path = file if isinstance(file, str) else os.readlink(f"/proc/self/fd/{file}")
+    print(path, flush=True)
+    os.kill(os.getpid(), 9)
+
+os.truncate = die
+hvd.init()
+""",
+    )
+    ended = run_both(launched, 2, path)
+    assert ended.code == 137
+    made = ended.out.splitlines()[0]
+    assert made.startswith("/dev/shm/")
+    assert not os.path.exists(made)

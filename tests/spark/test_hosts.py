@@ -20,8 +20,8 @@ from tests.spark.session import Answer, SessionProcess
 pytestmark = pytest.mark.timeout(240)
 
 _NAMES = ("east", "west")
-# For so long a task waits for a driver from which it receives nothing.
-_DRIVER_SILENT_S = 20.0
+# For so long a task of these sessions waits for a driver from which it receives nothing.
+_DRIVER_TIMEOUT_S = 20
 
 
 class Site:
@@ -43,7 +43,8 @@ class Site:
         """Start a session on the whole cluster, in place of the previous one."""
         self._sessions += 1
         log = self._folder / f"driver-{self._sessions}.log"
-        self.session = SessionProcess(self._cluster.url, log, 4, place_of(self.bed.head))
+        own = {"PYHVD_DRIVER_TIMEOUT": str(_DRIVER_TIMEOUT_S)}
+        self.session = SessionProcess(self._cluster.url, log, 4, place_of(self.bed.head), env=own)
         self._stack.callback(self.session.close)
         return self.session
 
@@ -169,7 +170,7 @@ def test_a_host_is_cut_off(site: Site, mark: dict[str, str], tmp_path: Path) -> 
     try:
         lost.answer(_SILENT, SILENT_S)
         check_that_it_goes_on(site, mark, size=2)
-        wait_until_gone(_DRIVER_SILENT_S + GONE_S)  # still cut off
+        wait_until_gone(_DRIVER_TIMEOUT_S + GONE_S)  # still cut off
     finally:
         site.bed.rejoin(lost.host)
     check_that_it_goes_on(site, mark)
@@ -208,7 +209,7 @@ def test_the_host_of_the_driver_loses_its_power(site: Site, mark: dict[str, str]
         site.bed.cut_off(host)
     try:
         site.session.kill()
-        wait_until_gone(_DRIVER_SILENT_S + GONE_S)
+        wait_until_gone(_DRIVER_TIMEOUT_S + GONE_S)
     finally:
         for host in site.bed.hosts.values():
             site.bed.rejoin(host)

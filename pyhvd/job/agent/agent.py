@@ -21,7 +21,7 @@ from pyhvd.job.agent.prober import Prober
 from pyhvd.job.agent.rank_process import RankEvents, RankProcess
 from pyhvd.job.commits.store_child import StoreChild
 from pyhvd.job.commits.vault import LOST_OTHERS, Vault
-from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, ELASTIC_BEAT_S
+from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, ELASTIC_BEAT_S, Standstill
 from pyhvd.job.messages import (
     OUTPUT_CREDIT,
     RESULT_CREDIT,
@@ -64,6 +64,7 @@ from pyhvd.job.mpi.pmi import answer_get, name_of_world
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.signals import PAUSING
+from pyhvd.job.spec import DRIVER_TIMEOUT
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -84,6 +85,63 @@ class AgentStoppedError(RuntimeError):
 
 class Dismissed(Exception):
     """The driver has ended the job, and needs no results."""
+
+
+class DriverSilence:
+    """For how long an agent has heard nothing from its driver, and what follows.
+
+    A driver that was stopped goes on, and finds its ranks and their state again. So silence is only told,
+    until it has lasted for the driver's :data:`~pyhvd.job.spec.DRIVER_TIMEOUT`. That the channel is closed
+    says that the driver is gone.
+
+    Parameters
+    ----------
+    driver : Connection
+        The channel.
+
+    Attributes
+    ----------
+    patience : float
+        The seconds of silence after which the agent ends.
+    paused : bool
+        Whether the driver has said that it stops, by Ctrl-Z.
+    """
+
+    def __init__(self, driver: Connection) -> None:
+        self.patience = DRIVER_TIMEOUT.default
+        self.paused = False
+        self._driver = driver
+        self._standstill = Standstill(2 * BEAT_S)
+        self._since = self._standstill.at  # not silent from an earlier time
+        self._told = False
+
+    def hear(self, beat: Beat) -> None:
+        """Note the patience that the driver asks for."""
+        self.patience = beat.patience or self.patience
+
+    def pause(self, *, paused: bool) -> None:
+        """Note that the driver will say nothing, or speak again."""
+        self.paused = paused
+        self._since = time.monotonic()
+
+    def check(self) -> str:
+        """Return a line for the user, once, if the driver is silent; call after what has arrived is read.
+
+        Raises
+        ------
+        AgentStoppedError
+            The driver has been silent for too long.
+        """
+        if self._standstill.look():
+            self._since = self._standstill.at  # this process was suspended: messages may wait unread
+        silent = 0.0 if self.paused else self._standstill.at - max(self._driver.heard, self._since)
+        if silent > self.patience:
+            variable = f"PYHVD_{DRIVER_TIMEOUT.suffix}"
+            raise AgentStoppedError(f"the driver has been silent for {self.patience:g} s ({variable})")
+        told, self._told = self._told, silent > DRIVER_SILENT_S
+        if told or not self._told:
+            return ""
+        return f"its agent has heard nothing from the launcher for {DRIVER_SILENT_S:g} s, and its ranks go on"
 
 
 MakeRank = Callable[[Start, bytes, RankEvents], RankProcess]
@@ -116,6 +174,8 @@ class Agent:
         What is known of the host's end, in an elastic job.
     store : StoreChild, optional
         Stores what the ranks commit, in an elastic job.
+    silence : DriverSilence, optional
+        What is known of the driver's silence; by default nothing.
 
     Attributes
     ----------
@@ -128,6 +188,7 @@ class Agent:
     vault: Vault | None = None
     notice: Notice | None = None
     store: StoreChild | None = None
+    silence: DriverSilence | None = None
     again: bool = False
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _code: list[bytes] = field(default_factory=list)
@@ -141,8 +202,9 @@ class Agent:
     _failed_at: float = math.inf
     _next_beat: float = 0.0
     _end_at: float = math.inf  # the ranks are ended then, for the next job
-    _paused: bool = False  # by Ctrl-Z
-    _silent_since: float = field(default_factory=time.monotonic)  # not silent from an earlier time
+
+    def __post_init__(self) -> None:
+        self._silence = self.silence or DriverSilence(self.driver)
 
     def run(self, registration: Member) -> dict[int, bytes]:
         """Register, and return the pickled result of each rank, if it was not sent to the driver.
@@ -176,6 +238,7 @@ class Agent:
         """Close everything but the connection, even if one part raises."""
         with ExitStack() as stack:
             if self._world and not self._is_over():  # else MPI has removed its own
+                stack.callback(segments.sweep)
                 stack.callback(segments.remove_of_world, self._world)  # after all ranks have ended
             stack.callback(self._selector.close)
             stack.callback(self._end_probe)
@@ -236,15 +299,13 @@ class Agent:
         for key, _ in self._selector.select(max(0.0, wait)):
             key.data()
         now = time.monotonic()
-        if now > before + 2 * BEAT_S:
-            self._silent_since = now  # this process was suspended: messages may wait unread
         self._check_children(now)
         if now >= self._next_beat:
             self._next_beat = now + beat_s
             commit = 0 if self.vault is None else self.vault.commit
             self._send(Beat(commit, "" if self.notice is None else self.notice.why))
-        if not self._paused and now > max(self.driver.heard, self._silent_since) + DRIVER_SILENT_S:
-            raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
+        if remark := self._silence.check():
+            self._send(Remark(remark))
 
     def _check_children(self, now: float) -> None:
         """Look at the processes that an elastic job has on this host besides its ranks."""
@@ -274,7 +335,9 @@ class Agent:
             if message.quietly:
                 raise Dismissed
             raise AgentStoppedError(f"the driver has ended this task: {message.reason}")
-        if isinstance(message, CodePart):
+        if isinstance(message, Beat):
+            self._silence.hear(message)
+        elif isinstance(message, CodePart):
             self._code.append(message.part)
         elif isinstance(message, Pmi | PmiValues):
             self._hear_pmi(message)
@@ -336,8 +399,7 @@ class Agent:
 
     def _pass_on(self, number: int) -> None:
         if number in PAUSING:  # the driver stops too, and sends no beats
-            self._paused = number == signal.SIGTSTP
-            self._silent_since = time.monotonic()
+            self._silence.pause(paused=number == signal.SIGTSTP)
         for owned in self._ranks.values():
             owned.process.signal(number)
 

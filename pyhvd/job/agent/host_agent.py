@@ -1,8 +1,8 @@
 """``python -P -m pyhvd.job.agent.host_agent``: the agent of a host, which owns all of the job's ranks there.
 
 The driver starts the agent by a command such as ssh, whose stdin and stdout are the channel. The first line
-of stdin is the channel's key. When the channel ends, or is silent for 20 s, the agent kills its ranks and
-ends.
+of stdin is the channel's key. When the channel ends, the agent kills its ranks and ends. It waits for a
+driver that is silent (:class:`~pyhvd.job.agent.agent.DriverSilence`).
 
 1. The agent sends :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
 2. After a job of functions without error, and after each generation of an elastic job, the agent waits. For
@@ -25,12 +25,12 @@ from collections.abc import Callable
 import msgspec
 
 from pyhvd.common.kernel import host_hash
-from pyhvd.job.agent.agent import LAST_MESSAGES_S, Agent, AgentStoppedError, Dismissed
+from pyhvd.job.agent.agent import LAST_MESSAGES_S, Agent, AgentStoppedError, Dismissed, DriverSilence
 from pyhvd.job.agent.elastic_host import ElasticHost
 from pyhvd.job.agent.function_process import FunctionProcess
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.program_process import ProgramProcess
-from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, ELASTIC_BEAT_S
+from pyhvd.job.connections import BEAT_S, ELASTIC_BEAT_S
 from pyhvd.job.messages import Again, Beat, Member, Prepare, Stop, decode_from_driver, encode, hello
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection
 from pyhvd.transport.tcp.pipes import PipePair
@@ -77,10 +77,10 @@ class _Idle:
     def __init__(self, driver: Connection, task: int) -> None:
         self.host: ElasticHost | None = None
         self.stopped = ""  # why the driver has stopped this agent; empty if it has not
+        self.silence = DriverSilence(driver)
         self._driver = driver
         self._task = task
         self._next_beat = time.monotonic() + BEAT_S
-        self._silent_since = time.monotonic()
 
     def greet(self) -> None:
         """Send Hello, with which a job begins."""
@@ -98,16 +98,20 @@ class _Idle:
         Raises
         ------
         AgentStoppedError
-            The driver has been silent for 20 s.
+            The driver has been silent for too long.
         ChannelError
             The driver broke the protocol.
         """
         while self._driver.open:
             self._turn()
             wanted = None
-            for message in map(decode_from_driver, self._driver.pump_in()):
+            messages = self._driver.pump_in()
+            self.silence.check()
+            for message in map(decode_from_driver, messages):
                 if isinstance(message, Prepare):
                     wanted = message
+                elif isinstance(message, Beat):
+                    self.silence.hear(message)
                 elif isinstance(message, Stop):
                     self.stopped = message.reason
                     return None
@@ -119,20 +123,15 @@ class _Idle:
         return None
 
     def _turn(self) -> None:
-        before = time.monotonic()
         beat_s = BEAT_S if self.host is None else ELASTIC_BEAT_S
         self._driver.wait(beat_s / 2)
         self._driver.pump_out()
         now = time.monotonic()
-        if now > before + 2 * BEAT_S:
-            self._silent_since = now  # this process was suspended: messages may wait unread
         if now >= self._next_beat:
             self._next_beat = now + beat_s
             if self.host is not None:
                 self.host.notice.check(now)
             self._driver.send(encode(Beat(leaves="" if self.host is None else self.host.notice.why)))
-        if now > max(self._driver.heard, self._silent_since) + DRIVER_SILENT_S:
-            raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
 
 
 def serve(channel: socket.socket | PipePair, key: bytes) -> None:
@@ -166,19 +165,19 @@ def serve_on(driver: Connection, task: int = -1) -> str:
             if idle.host is not None:
                 idle.host.notice.watch(wanted.preemption_command)
                 idle.host.store.use(wanted.store)
-            if _run(driver, wanted, idle.host):
+            if _run(driver, wanted, idle.host, idle.silence):
                 idle.greet()
             if not wanted.again:
                 driver.finish(LAST_MESSAGES_S)
     return idle.stopped
 
 
-def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
+def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None, silence: DriverSilence) -> bool:
     """Run one job to its end; return whether the driver has begun the next one."""
     if host is not None:
-        agent = Agent(driver, host.make_rank, host.vault, host.notice, host.store)
+        agent = Agent(driver, host.make_rank, host.vault, host.notice, host.store, silence)
     else:
-        agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess)
+        agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess, silence=silence)
     try:
         with contextlib.closing(agent):
             facts = gather(wanted.directory, wanted.script)

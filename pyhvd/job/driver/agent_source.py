@@ -191,11 +191,11 @@ class CommandSource(AgentSource):
             self.pool.fail(agent.number, text, time.monotonic(), random.random(), may_pass=may_pass)
         return said.splitlines()[-1:]
 
-    def check(self, now: float) -> None:
+    def check(self) -> None:
         """Give up agents of an earlier job that do not answer."""
         for agent in self._agents:
             peer = agent.peer
-            if agent.waking and peer is not None and now > peer.connection.heard + SILENT_S:
+            if agent.waking and peer is not None and self._connections.silence(peer) > SILENT_S:
                 self._connections.drop(peer, "was lost between two jobs", waited=True)
 
     def keep_agents(self) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyhvd.common.text import list_hosts
+from pyhvd.job.connections import Standstill
 from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, Terminal, noting_signals, wake_by
@@ -54,6 +55,8 @@ from pyhvd.transport.tcp.session import ChannelError
 _STOP_S = 5.0
 # Between two looks at agents that start, while no rank runs.
 _LOOK_S = 0.05
+# This process stood still if it has not looked for so long.
+_STILL_S = 2.0
 
 
 class _EndNow(Exception):
@@ -68,7 +71,7 @@ class _GaveUp(Exception):
         self.error = error
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Starting:
     """An agent that is being started."""
 
@@ -191,6 +194,7 @@ class ElasticJob:
     _commit: int = 0  # the newest of which an agent has told
     _holders: set[str] | None = None  # of the last generation, but for those that are lost
     _starting: dict[str, _Starting] = field(default_factory=dict)
+    _standstill: Standstill = field(default_factory=lambda: Standstill(_STILL_S))
     _up: dict[str, Sequence[str]] = field(default_factory=dict)  # the commands of agents that are up, by host
     _next: StartGeneration | None = None
     _running: Generation | None = None
@@ -308,7 +312,9 @@ class ElasticJob:
                 self.membership.discover(found.hosts, now, found.problems)
 
     def _look_at_agents(self, now: float) -> None:
+        stood_still = self._standstill.look()
         for host, starting in list(self._starting.items()):
+            starting.until += stood_still
             if starting.is_up():
                 del self._starting[host]
                 self._up[host] = starting.words

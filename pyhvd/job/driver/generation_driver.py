@@ -26,7 +26,8 @@ from typing import Any
 import msgspec
 
 from pyhvd.common.text import list_some
-from pyhvd.job.connections import ELASTIC_SILENT_S, SILENT_S, ConnectionServer, Peer
+from pyhvd.config import read_timeout
+from pyhvd.job.connections import DRIVER_SILENT_S, ELASTIC_SILENT_S, SILENT_S, ConnectionServer, Peer
 from pyhvd.job.driver.console import Console
 from pyhvd.job.driver.held_commits import RESTORE_S, HeldCommits, Outcome
 from pyhvd.job.driver.output import Output
@@ -83,7 +84,7 @@ from pyhvd.job.mpi.rendezvous import RankPlacement, Rendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.exit_report import EXIT
 from pyhvd.job.rank.call import load_result
-from pyhvd.job.spec import JobSpec
+from pyhvd.job.spec import DRIVER_TIMEOUT, JobSpec
 from pyhvd.transport.tcp.connection import Secret
 
 # At Ctrl-Z the driver stops itself at most this long after it has begun to tell the agents.
@@ -148,8 +149,8 @@ class AgentSource:
         """
         return []
 
-    def check(self, now: float) -> None:
-        """Do what is due at this time."""
+    def check(self) -> None:
+        """Do what is due after a turn."""
 
     def close(self) -> None:
         """End the commands that started the agents."""
@@ -203,7 +204,8 @@ class GenerationDriver:
             *(source.size, source.pool, source.texts, spec.start_timeout, epoch, self.wanted, spec.ends_late)
         )
         self.connections = ConnectionServer(
-            *(source.secret, source.addresses, source.size, self._handle, self._lose, source.gone)
+            *(source.secret, source.addresses, source.size, self._handle, self._lose, source.gone),
+            patience=read_timeout(DRIVER_TIMEOUT.suffix, DRIVER_TIMEOUT.default),
         )
         self.connections.selector.register(self.output, selectors.EVENT_READ, self._acknowledge_output)
         self._terminal = self.console.terminal
@@ -255,6 +257,11 @@ class GenerationDriver:
     def step(self) -> float:
         """Handle events for at most one tick, and do what is due; return the time."""
         self.connections.turn()
+        if seconds := self.connections.stood_still:
+            self.machine.leave_out(seconds)
+        if seconds > DRIVER_SILENT_S:
+            who = "driver" if self._terminal is None else "launcher"
+            self.console.warn(f"pyhvd: the {who} stood still for {seconds:.0f} s, and goes on")
         now = time.monotonic()
         self._rendezvous.check(now)
         self._perform_all(self.machine.tick(now))
@@ -262,7 +269,7 @@ class GenerationDriver:
             placements = self._rendezvous.placements()
             if placements and self._may_start(now):
                 self._start(placements)
-        self.source.check(now)
+        self.source.check()
         if self._terminal is not None:
             self._terminal.step(self.machine.describe_start, now)
         if self.each_step is not None:
@@ -292,9 +299,9 @@ class GenerationDriver:
         self._settling = {peer for peer in peers if peer.connection.authenticated and peer.connection.open}
         for peer in self._settling:
             peer.send(Again())
-        until = time.monotonic() + SILENT_S
-        while self._settling and time.monotonic() < until:
-            self.connections.turn()
+        for _ in self.connections.turns(SILENT_S):
+            if not self._settling:
+                break
         self._stop_reason = "the generation is over"
         for peer in list(self.connections.peers):
             if peer in self._settling or not (peer.connection.authenticated and peer.connection.open):
@@ -321,9 +328,9 @@ class GenerationDriver:
             if peer.connection.authenticated:
                 peer.send(Stop(reason, quietly=True))
         self._rendezvous.stop()
-        until = time.monotonic() + timeout
-        while any(map(self.connections.hears, self.connections.peers)) and time.monotonic() < until:
-            self.connections.turn()
+        for _ in self.connections.turns(timeout):
+            if not any(map(self.connections.hears, self.connections.peers)):
+                break
 
     def close(self) -> None:
         """End the agents' commands and the rendezvous, and close all connections."""
@@ -378,14 +385,13 @@ class GenerationDriver:
 
     def _pause(self) -> None:
         """Send what is left for the agents, then stop this process, as Ctrl-Z does."""
-        until = time.monotonic() + _TELL_S
-        while any(peer.connection.wants_write for peer in self.connections.peers):
-            self.connections.turn()
-            if time.monotonic() > until:
+        for _ in self.connections.turns(_TELL_S):
+            if not any(peer.connection.wants_write for peer in self.connections.peers):
                 break
         if self._terminal is not None:
             self._terminal.status.clear()
         os.kill(os.getpid(), signal.SIGSTOP)
+        self.machine.leave_out(self.connections.go_on())
 
     def _may_start(self, now: float) -> bool:
         """Return whether a host holds the commit for the ranks to go on from; if not, ask the store once."""
@@ -450,7 +456,7 @@ class GenerationDriver:
     # ---- handling messages and losses
 
     def _handle(self, peer: Peer, message: FromAgent) -> None:
-        if self.held is not None and isinstance(message, Hello | Beat | Remark | Restored):
+        if self.held is not None and isinstance(message, Hello | Beat | Restored):
             self.held.hear(self.source.name_of(peer), message, self.console.say)
         if isinstance(message, Hello | Member | Restored | Listening | Dialed):
             self._handle_of_agent(peer, message)
@@ -463,7 +469,10 @@ class GenerationDriver:
         elif isinstance(message, Failed):
             if message.report.rank in peer.ranks:
                 self._note_failure(message)
-        elif not isinstance(message, Beat | Remark) and message.rank in peer.ranks:
+        elif isinstance(message, Remark):
+            if host := self.source.name_of(peer):  # of Spark's tasks it is not known
+                self.console.say(f"pyhvd: host {host}: {message.text}")
+        elif not isinstance(message, Beat) and message.rank in peer.ranks:
             self._handle_of_rank(peer, message)
 
     def _handle_of_agent(self, peer: Peer, message: Hello | Member | Restored | Listening | Dialed) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.messages import Beat, FromAgent, Hello, Remark, Restored
+from pyhvd.job.messages import Beat, FromAgent, Hello, Restored
 from pyhvd.job.rank.generation_env import RankGeneration
 from pyhvd.job.spec import ElasticSpec
 
@@ -86,8 +86,6 @@ class HeldCommits:
             self._take(host, message.commit)
             if message.leaves:
                 self.leaving[host] = message.leaves
-        elif isinstance(message, Remark):
-            say(f"pyhvd: host {host}: {message.text}")
         elif isinstance(message, Restored):
             self._restored, self._store_problem = True, message.problem
             if message.commit > self._held:  # beats may have told of it already

@@ -4,15 +4,18 @@ Invariants
 ----------
 1. An agent here has no rank. No thread but this one reads its connection or writes to it.
 2. An agent that is taken has been heard in the last 5 s. A lost one is ended, and not given to a job.
+3. Time in which this process stood still does not count: what has arrived is read before an agent is judged,
+   and then for the time before it was read.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, SILENT_S
+from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, SILENT_S, Standstill
 from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.messages import Beat, decode_from_agent, encode
 from pyhvd.transport.tcp.session import ChannelError
@@ -75,15 +78,17 @@ class KeptAgents:
         self._waiting = [(command, agent) for command, agent in self._waiting if agent not in agents]
 
     def _beat(self) -> None:
+        standstill = Standstill(2 * BEAT_S)
         while not self._closed.wait(BEAT_S):
+            patience = math.inf if standstill.look() else DRIVER_SILENT_S
             with self._lock:
-                lost = [each[1] for each in self._waiting if not self._is_there(*each, DRIVER_SILENT_S)]
+                lost = [each[1] for each in self._waiting if not self._is_there(*each, patience)]
                 self._drop(lost)
             _end(lost)
 
     def _is_there(self, command: Sequence[str], agent: AgentProcess, patience: float) -> bool:
         """Send a beat, and return whether the agent has been heard in the last `patience` seconds."""
-        connection = agent.connection
+        connection, now = agent.connection, time.monotonic()
         try:
             connection.send(encode(Beat()))
             while records := connection.pump_in():  # the end of the channel may follow them
@@ -93,7 +98,7 @@ class KeptAgents:
         except ChannelError:
             return False
         agent.listen()
-        return connection.open and time.monotonic() <= connection.heard + patience
+        return connection.open and now <= connection.heard + patience
 
 
 def _end(agents: Iterable[AgentProcess]) -> None:

@@ -249,6 +249,11 @@ class JobMachine:
         """Return the ranks of an agent; none before they start."""
         return self._owned.get(index, frozenset())
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the seconds for which the driver stood still as time of the start."""
+        self.until += seconds
+        self._entrance.late_at += seconds
+
     # ---- events of agents
 
     def register(self, member: Member) -> str:
@@ -447,6 +452,11 @@ class Entrance:
         The number of ranks.
     start_timeout : float
         How long (s) ranks may wait for others before these are late.
+
+    Attributes
+    ----------
+    late_at : float
+        When :meth:`late` will name ranks; infinity if it will not.
     """
 
     def __init__(self, size: int, start_timeout: float) -> None:
@@ -454,7 +464,7 @@ class Entrance:
         self._start_timeout = start_timeout
         self._entered: dict[int, None] = {}  # in the order of their calls
         self._ended: set[int] = set()
-        self._late_at = math.inf
+        self.late_at = math.inf
         self._returned = False
 
     @property
@@ -462,15 +472,10 @@ class Entrance:
         """The ranks that have called MPI_Init."""
         return frozenset(self._entered)
 
-    @property
-    def late_at(self) -> float:
-        """When :meth:`late` will name ranks; infinity if it will not."""
-        return self._late_at
-
     def enter(self, rank: int, now: float) -> None:
         """Note that a rank calls MPI_Init."""
         if not self._entered:
-            self._late_at = now + self._start_timeout
+            self.late_at = now + self._start_timeout
         self._entered[rank] = None
         if len(self._entered) == self._size:
             self.note_return()
@@ -482,7 +487,7 @@ class Entrance:
     def note_return(self) -> None:
         """Note that MPI_Init returns in a rank: so all ranks have called it, and none waits."""
         self._returned = True
-        self._late_at = math.inf
+        self.late_at = math.inf
 
     def absent(self) -> tuple[int, str] | None:
         """Return a rank that has ended while others wait for it in MPI_Init, and the text of its failure."""
@@ -497,9 +502,9 @@ class Entrance:
 
     def late(self, now: float) -> tuple[int, str] | None:
         """Return a rank for which others have waited too long, and the text of its failure; only once."""
-        if now < self._late_at:
+        if now < self.late_at:
             return None
-        self._late_at = math.inf
+        self.late_at = math.inf
         late = set(range(self._size)) - self._entered.keys() - self._ended
         waiting = self._waiting()
         if not late or not waiting:

@@ -6,6 +6,7 @@ A message is a line of JSON, ``[what, value]``:
 ENTERING   whether the rank is about to call MPI_Init, where it waits for the other ranks; or has returned
 UP         whether pyhvd is up in the rank
 TENTATIVE  the text to show if the rank ends without a report; an empty text withdraws it
+SEGMENTS   the files of MPI's shared memory that the rank has: a list of names
 REPORT     how the rank fails: an :class:`ExitReport`, and the pickled exception in base64, if it is sent
 RESULT     the number of bytes that follow: what the rank's function returned. It is the last message
 =========  =============================================================================================
@@ -18,7 +19,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from pyhvd.job.process.exit_report import ExitReport
 ENTERING = "entering"
 UP = "up"
 TENTATIVE = "tentative"
+SEGMENTS = "segments"
 REPORT = "report"
 RESULT = "result"
 EXIT_HANDLERS_S = 0.5
@@ -87,6 +89,8 @@ class RankLine:
         The last tentative text.
     up : bool
         Whether pyhvd is up in the rank.
+    segments : sequence of str
+        The files of MPI's shared memory that the rank had when MPI_Init returned.
     left : int or None
         The bytes of the result that have not arrived; None before it begins.
     """
@@ -96,6 +100,7 @@ class RankLine:
     on_result: Callable[[bytes], None] = lambda _: None
     tentative: str = ""
     up: bool = False
+    segments: Sequence[str] = ()
     left: int | None = None
     _received: bytearray = field(default_factory=bytearray)
 
@@ -119,6 +124,8 @@ class RankLine:
                 self.tentative = value
             elif what == UP:
                 self.up = value
+            elif what == SEGMENTS:
+                self.segments = value
             elif what == ENTERING:
                 self.on_enter(value)
             elif what == REPORT:

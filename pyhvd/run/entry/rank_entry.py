@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from pyhvd.job.mpi.abort import claim_first_failure, end_job
 from pyhvd.job.mpi.rank_env import RankEnv, set_defaults, set_horovods
+from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.guardian import die_with_parent
 from pyhvd.job.process.output import make_relays
@@ -28,6 +29,8 @@ def run_rank(options: Options, rank_env: RankEnv) -> int:
     if line is not None:
         line.send("hello", rank_env.rank)
         _take_stdin(line, rank_env)
+    elif rank_env.local_rank == 0:
+        segments.sweep()
     os.environ.update(options.settings)
     set_horovods(rank_env, os.environ)
     message = set_defaults(rank_env, os.environ)

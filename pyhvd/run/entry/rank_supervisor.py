@@ -20,6 +20,7 @@ from types import FrameType
 
 from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, end_job
 from pyhvd.job.mpi.rank_env import RankEnv
+from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXCEPTION, INTERRUPT, ExitReport, describe_unreported
 from pyhvd.job.process.guardian import find_end, signal_group
 from pyhvd.job.process.output import Relay
@@ -73,6 +74,8 @@ class Supervisor:
             # Kill what the rank started. The rank is not reaped yet: no other group has its number.
             signal_group(self._pid, signal.SIGKILL)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        if not ended_well:
+            segments.remove(self._rank.segments)
         for relay in self._relays:
             relay.finish()
         if self._report is None and not ended_well and not self._stopping:

@@ -26,6 +26,7 @@ from pyhvd.job.machines.machine import GOES_ON, Entrance
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
 from pyhvd.job.mpi.rank_env import OF_ONE_RANK, OPENMPI, without
+from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, LOST, ExitReport, root_cause
 from pyhvd.job.process.guardian import signal_group
 from pyhvd.job.process.private_folder import PrivateFolder
@@ -75,6 +76,7 @@ def launch(options: Options) -> int:
             say("pyhvd: " + shlex.join([*(f"{name}={value}" for name, value in shown.items()), *command]))
         if options.dry_run:
             return 0
+        segments.sweep()
         return _LocalJob(command, without(os.environ, *OF_ONE_RANK) | settings, job_dir, options).run()
 
 

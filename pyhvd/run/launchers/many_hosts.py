@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from pyhvd.errors import ConfigError
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
@@ -78,7 +79,7 @@ def exit_code(serve: Callable[[], None]) -> int:
     """Serve a job; show why it failed, if it does, and return the exit code."""
     try:
         serve()
-    except LaunchError as exc:
+    except (LaunchError, ConfigError) as exc:
         for line in str(exc).splitlines():
             say(f"pyhvd: {line}")
         return 1

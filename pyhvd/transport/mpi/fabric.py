@@ -7,12 +7,15 @@ costs milliseconds while another thread runs Python.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import mmap
 import os
 import tempfile
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
@@ -155,48 +158,98 @@ def open_mpi_arena(fabric: Fabric) -> Arena | NoArena:
 def _share_file(fabric: MpiFabric, nbytes: int) -> _SharedFile | str:
     """Map a new file with an area of ``nbytes`` for each rank; return it, or the text of a rank's error.
 
-    With 0 bytes an area is sparse, and has the size of the file system. The file lies in /dev/shm, and is
-    unlinked when all ranks have mapped it.
+    With 0 bytes an area is sparse, and has the size of the file system. The file lies in /dev/shm.
     """
-    path, area, cause = fabric.comm.bcast(_new_file(fabric.size, nbytes) if fabric.rank == 0 else None)
-    shared: _SharedFile | None = None
-    if not cause:
+    with contextlib.ExitStack() as until_all_have_mapped:
+        new = _NewFile.make(fabric.size, nbytes, until_all_have_mapped) if fabric.rank == 0 else None
+        file: _NewFile = fabric.comm.bcast(new)
+        cause, shared = file.problem, None
+        if not cause:
+            try:
+                shared = _SharedFile(file, fabric.rank, fabric.size)
+                shared.allocate(0, nbytes)
+            except OSError as exc:
+                needed = fabric.size * file.nbytes / (1 << 20)
+                cause = f"{file.folder}: {exc.strerror} ({needed:.1f} MiB are needed)"
+        causes: list[str] = [text for text in fabric.comm.allgather(cause) if text]
+    return causes[0] if causes or shared is None else shared
+
+
+@dataclass(frozen=True)
+class _NewFile:
+    """A file that one rank has made for all.
+
+    On Linux it has no name, so that nothing is left of a rank that is killed: the others open it by the
+    descriptor of the rank that has made it.
+
+    Attributes
+    ----------
+    folder : str
+        Where it lies.
+    path : str
+        How to open it.
+    identity : tuple of int
+        Device and inode.
+    nbytes : int
+        The bytes of a rank's area.
+    problem : str
+        Why there is no file; empty if there is one.
+    """
+
+    folder: str
+    path: str = ""
+    identity: tuple[int, int] = (0, 0)
+    nbytes: int = 0
+    problem: str = ""
+
+    @classmethod
+    def make(cls, size: int, nbytes: int, stack: contextlib.ExitStack) -> _NewFile:
+        """Make a file for so many ranks, which is there until the stack ends."""
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         try:
-            shared = _SharedFile(path, fabric.rank, fabric.size, area)
-            shared.allocate(0, nbytes)
+            fd, path = _open_new(folder, stack)
+            if not nbytes:
+                system = os.fstatvfs(fd)
+                nbytes = min(system.f_blocks * system.f_frsize, _ADDRESSES // size) // HUGE * HUGE
+            os.truncate(fd, size * nbytes)
+            status = os.fstat(fd)
         except OSError as exc:
-            cause = f"{path}: {exc.strerror} ({fabric.size * area / (1 << 20):.1f} MiB are needed)"
-    causes: list[str] = [text for text in fabric.comm.allgather(cause) if text]
-    if path and fabric.rank == 0:
-        os.unlink(path)
-    if causes or shared is None:
-        return causes[0]
-    return shared
+            return cls(folder, problem=f"{folder}: {exc.strerror}")
+        problem = "" if nbytes else f"{folder}: the file system has less than {HUGE >> 20} MiB"
+        return cls(folder, path, (status.st_dev, status.st_ino), nbytes, problem)
+
+    def open(self) -> int:
+        """Return a descriptor of it; raise OSError if this process sees another file there, or none."""
+        fd = os.open(self.path, os.O_RDWR)
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != self.identity:
+            os.close(fd)
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return fd
 
 
-def _new_file(size: int, nbytes: int) -> tuple[str, int, str]:
-    """Return the path of a new file, the bytes of a rank's area of it, and an error's text."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    path = ""
-    try:
-        fd, path = tempfile.mkstemp(prefix="pyhvd-", dir=folder)
-        os.close(fd)
-        if not nbytes:
-            system = os.statvfs(path)
-            nbytes = min(system.f_blocks * system.f_frsize, _ADDRESSES // size) // HUGE * HUGE
-        os.truncate(path, size * nbytes)
-    except OSError as exc:
-        return path, 0, f"{path or folder}: {exc.strerror}"
-    return path, nbytes, "" if nbytes else f"{path}: the file system has less than {HUGE >> 20} MiB"
+def _open_new(folder: str, stack: contextlib.ExitStack) -> tuple[int, str]:
+    """Open a new file until the stack ends; return its descriptor, and a path that other processes open."""
+    if hasattr(os, "O_TMPFILE"):
+        with contextlib.suppress(OSError):  # a file system that makes no files without a name
+            fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+            stack.callback(os.close, fd)
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+            if os.path.exists(path):
+                return fd, path
+    fd, path = tempfile.mkstemp(prefix="pyhvd-", dir=folder)
+    stack.callback(os.close, fd)
+    stack.callback(os.unlink, path)
+    return fd, path
 
 
 class _SharedFile:
     """A mapped file with an area for each rank; this rank allocates and frees memory in its own."""
 
-    def __init__(self, path: str, rank: int, size: int, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, file: _NewFile, rank: int, size: int) -> None:
+        self.nbytes = nbytes = file.nbytes
         self._first = rank * nbytes
-        self._fd = os.open(path, os.O_RDWR)
+        self._fd = file.open()
         weakref.finalize(self, os.close, self._fd)
         self.memory = Mapping(self._fd, size * nbytes)
         self.starts = [self.memory.start + each * nbytes for each in range(size)]

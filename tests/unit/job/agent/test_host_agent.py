@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pyhvd.job.agent import host_agent
 from pyhvd.job.agent.agent import AgentStoppedError
 from pyhvd.job.agent.elastic_host import ElasticHost
 from pyhvd.job.agent.host_agent import read_key, serve
@@ -30,6 +29,7 @@ from pyhvd.job.messages import (
     Hello,
     Member,
     Prepare,
+    Remark,
     Start,
     Stop,
     decode_from_agent,
@@ -60,13 +60,16 @@ class Driver:
         except (AgentStoppedError, ChannelError) as exc:
             self.error = exc
 
+    def received(self) -> list[FromAgent]:
+        """Return what has arrived."""
+        return [decode_from_agent(record) for record in self.connection.pump_in()]
+
     def wait_for(self, kind: type[FromAgent]) -> None:
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             self.connection.wait(1)
             self.connection.pump_out()
-            messages = map(decode_from_agent, self.connection.pump_in())
-            if any(isinstance(message, kind) for message in messages):
+            if any(isinstance(message, kind) for message in self.received()):
                 return
         raise AssertionError(f"no {kind.__name__}")
 
@@ -140,11 +143,27 @@ def test_it_ends_with_the_channel() -> None:
         assert made.error is None
 
 
-def test_it_ends_when_the_driver_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_agent, "DRIVER_SILENT_S", 0.1)
+def test_it_ends_when_the_driver_is_silent_for_as_long_as_that_has_said() -> None:
     with driver() as made:
+        made.send(Beat(patience=0.1))
         made.join()
-        assert "silent for 0.1 s" in str(made.error)
+        assert "silent for 0.1 s (PYHVD_DRIVER_TIMEOUT)" in str(made.error)
+
+
+def test_it_tells_once_that_the_driver_is_silent_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pyhvd.job.agent.agent.DRIVER_SILENT_S", 0.3)
+    with driver() as made:
+        made.send(Prepare(0, 1, str(tmp_path), "", again=True, elastic=True))
+        made.wait_for(Member)
+        for _ in range(2):  # once in each silence
+            time.sleep(1.5)
+            told = [each.text for each in made.received() if isinstance(each, Remark)]
+            assert told == ["its agent has heard nothing from the launcher for 0.3 s, and its ranks go on"]
+            made.send(Beat())
+        made.send(Again())
+        made.wait_for(Hello)
 
 
 @settings(max_examples=30, deadline=None)

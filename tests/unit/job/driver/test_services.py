@@ -46,7 +46,7 @@ from pyhvd.spark.api import as_spark_errors
 from pyhvd.spark.errors import SparkError, reason_of
 from pyhvd.spark.job import CollectJob, serve_tasks
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, connect, new_key
-from pyhvd.transport.tcp.session import ChannelError
+from pyhvd.transport.tcp.session import ChannelError, Role, Session
 from tests.spark_services import PATIENCE_S, Bench, EagerDisplay, drop
 from tests.waiting import wait_gone, wait_until
 
@@ -118,7 +118,7 @@ def _print_much() -> None:
 def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pyhvd.job.agent.agent.DRIVER_SILENT_S", 1.5)
+    monkeypatch.setenv("PYHVD_DRIVER_TIMEOUT", "1.5")
     begin = time.monotonic()
     display = Slow()
     bench = Bench(_print_much, 2, drop, display=display)
@@ -479,6 +479,31 @@ def test_a_driver_without_descriptors_rests(strangers: int, monkeypatch: pytest.
     server.close()
     for each in silent:
         each.close()
+
+
+def test_a_driver_that_stood_still_judges_no_agent_by_that_time() -> None:
+    """It does so by what it hears, or does not hear, from then on."""
+    lost: list[str] = []
+    server = ConnectionServer(
+        Secret(), [], 1, lambda *_: None, lambda _, why, waited: lost.append(why), silent_s=1.5
+    )
+    ours, theirs = socket.socketpair()
+    key = server.secret.reveal()
+    with closing(server), closing(Connection(theirs, Session(key, Role.CLIENT))) as agent:
+        peer = server.adopt(Connection(ours, Session(key, Role.SERVER)))
+        while not agent.authenticated:
+            agent.pump_out()
+            agent.pump_in()
+            server.turn()
+        peer.member = Member(0, 0, "host", "name", 1)
+        time.sleep(2.5)  # as if it were stopped, and all that it hears from
+        server.turn()
+        server.turn()
+        assert not lost
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            server.turn()
+        assert lost == ["has been silent for 1.5 s: its host is frozen, cut off or without power"]
 
 
 def test_a_task_without_a_driver_ends(monkeypatch: pytest.MonkeyPatch) -> None:
