@@ -188,7 +188,9 @@ class Endpoint:
 
     def __init__(self, port: int, address: str, local_rank: int) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry
+
+            from pyhvd.observe.metrics_server import MetricsServer
         except ImportError as exc:
             raise ImportError(
                 "PYHVD_METRICS_PORT needs prometheus-client, which is not installed:"
@@ -201,7 +203,7 @@ class Endpoint:
         if wanted >= 1 << 16:
             raise ConfigError(f"PYHVD_METRICS_PORT={port}: plus local rank {local_rank} exceeds 65535")
         try:
-            self._server, self._thread = start_http_server(wanted, address, self._registry)
+            self._server = MetricsServer(address, wanted, self._registry)
         except (OSError, UnicodeError) as exc:
             # UnicodeError: not a valid host name.
             if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno in _NOT_HERE:
@@ -238,9 +240,7 @@ class Endpoint:
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 @dataclass(frozen=True, slots=True)

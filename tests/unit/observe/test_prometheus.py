@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import sys
+import textwrap
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +22,9 @@ from pyhvd.errors import ConfigError
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.observe import endpoint_files
 from pyhvd.observe.metrics import Meter
+from pyhvd.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS
 from pyhvd.observe.prometheus import FAMILIES, INFO, Endpoint
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 Labels = tuple[tuple[str, str], ...]
@@ -121,6 +128,116 @@ def test_a_fork_leaves_the_endpoint_to_its_parent(
         endpoint.close()
     assert [file.job for file in endpoint_files.read_files()] == ["job-1"]
     assert "pyhvd_info" in scrape(endpoint)
+
+
+# -- strangers -----------------------------------------------------------------------------------------
+
+
+def _half_requests(port: int, count: int, stack: ExitStack) -> list[socket.socket]:
+    """Open connections that each send half of a request."""
+    opened = []
+    for _ in range(count):
+        opened.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)))
+        opened[-1].sendall(b"GET /metrics HT")
+    return opened
+
+
+def _ended(connection: socket.socket) -> bool:
+    """Return whether the server has ended a connection, in at most 0.1 s."""
+    connection.settimeout(0.1)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_half_requests_are_bounded_and_end(endpoint: Endpoint) -> None:
+    before = threading.active_count()
+    with ExitStack() as stack:
+        silent = _half_requests(endpoint.port, 100, stack)
+        began = time.monotonic()
+        assert "pyhvd_info" in scrape(endpoint)
+        assert time.monotonic() - began < CONNECTION_S / 2, "no time of a stranger passes first"
+        wait_until(lambda: threading.active_count() <= before + MOST_CONNECTIONS)
+        assert _ended(silent[0]), "the oldest is dropped first"
+        assert not _ended(silent[-1])
+        while not _ended(silent[-1]):
+            silent[-1].send(b"T")  # a byte now and then is no reason to wait
+        assert CONNECTION_S - 1 < time.monotonic() - began < 2 * CONNECTION_S
+        wait_until(lambda: threading.active_count() <= before)
+
+
+SHORT_OF_DESCRIPTORS = """
+    import os, resource, sys, time
+    from pyhvd.observe.metrics import Meter
+    from pyhvd.observe.prometheus import Endpoint
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    endpoint = Endpoint(0, "127.0.0.1", 0)
+    endpoint.serve(Meter(0, 1, timed=False).snapshot, "job-1")
+    print(endpoint.port, flush=True)
+    for line in sys.stdin:
+        taken = []
+        if line == "take\\n":
+            try:
+                while True:
+                    taken.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                print(len(taken), flush=True)
+        sys.stdin.readline()
+        used = time.process_time()
+        sys.stdin.readline()
+        for each in taken:
+            os.close(each)
+        print(time.process_time() - used, flush=True)
+"""
+
+
+@contextmanager
+def _short_of_descriptors() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yield a process with few descriptors that serves metrics, and the port."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SHORT_OF_DESCRIPTORS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with program:
+        assert program.stdout is not None
+        try:
+            yield program, int(program.stdout.readline())
+        finally:
+            program.kill()
+
+
+def _ask(program: subprocess.Popen[str], *lines: str) -> str:
+    assert program.stdin is not None
+    assert program.stdout is not None
+    program.stdin.write("".join(f"{line}\n" for line in lines))
+    program.stdin.flush()
+    return program.stdout.readline()
+
+
+def test_half_requests_leave_the_rank_its_descriptors() -> None:
+    with _short_of_descriptors() as (program, port), ExitStack() as stack:
+        _half_requests(port, 275, stack)
+        time.sleep(0.5)
+        assert int(_ask(program, "take")) > 10, "of 64"
+
+
+def test_a_server_without_descriptors_rests_and_recovers() -> None:
+    with _short_of_descriptors() as (program, port), ExitStack() as stack:
+        assert int(_ask(program, "take")) > 10
+        waiting = _half_requests(port, 3, stack)
+        assert program.stdin is not None
+        program.stdin.write("begin\n")
+        program.stdin.flush()
+        time.sleep(3)
+        assert float(_ask(program, "end")) < 0.3, "the server's thread spins"
+        waiting[-1].sendall(b"TP/1.0\r\n\r\n")
+        assert waiting[-1].recv(100).startswith(b"HTTP/1.0 200 OK")
 
 
 def test_the_port_is_the_base_and_the_local_rank() -> None:
