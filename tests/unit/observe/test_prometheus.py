@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -86,7 +88,7 @@ def test_a_scrape_says_what_a_snapshot_does(meter: Meter, endpoint: Endpoint) ->
     assert samples["pyhvd_awaited_seconds_total"] == {(("late_rank", "0"),): 0, (("late_rank", "1"),): 0.5}
     assert 0 < samples["pyhvd_uptime_seconds"][()] <= seen.seconds
     (info,) = samples["pyhvd_info"]
-    told = {"job": "job-1", "size": "2", "pid": str(os.getpid()), "generation": ""}
+    told = {"job_name": "job-1", "size": "2", "pid": str(os.getpid()), "generation": ""}
     assert told.items() <= dict(info).items()
     for name, histogram in (
         ("pyhvd_response_tensors", seen.response_tensors),
@@ -301,6 +303,75 @@ def test_the_directory_is_closed_to_others(own_directory: Path) -> None:
     path = endpoint_files.write_file(_file(0, os.getpid()))
     assert path.parent == own_directory
     assert own_directory.stat().st_mode & 0o777 == 0o700
+
+
+# -- where Prometheus finds ranks ----------------------------------------------------------------------
+
+
+def _targets(folder: Path) -> list[dict[str, Any]]:
+    return [group for path in sorted(folder.glob("*.json")) for group in json.loads(path.read_text())]
+
+
+def test_a_file_for_prometheus_while_the_rank_serves(meter: Meter, tmp_path: Path) -> None:
+    folder = tmp_path / "to be made" / "targets"
+    endpoint = Endpoint(0, "127.0.0.1", 0, str(folder))
+    assert _targets(folder) == [], "nothing is served yet"
+    endpoint.serve(meter.snapshot, "job-1")
+    (group,) = _targets(folder)
+    assert group.keys() == {"targets", "labels"}
+    assert group["targets"] == [f"127.0.0.1:{endpoint.port}"]
+    own = {name: text for name, text in group["labels"].items() if not name.startswith("__meta_pyhvd_")}
+    assert own == {"job_name": "job-1"}, "no label that the samples have"
+    endpoint.close()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "target"),
+    [("0.0.0.0", "HOST:12"), ("::", "HOST:12"), ("fd00::1", "[fd00::1]:12"), ("h", "h:12")],
+)
+def test_the_target_is_where_others_reach_the_rank(tmp_path: Path, address: str, target: str) -> None:
+    endpoint_files.write_targets(tmp_path, endpoint_files.RankFile("j", 3, 4, os.getpid(), address, 12))
+    (group,) = _targets(tmp_path)
+    assert group["targets"] == [target.replace("HOST", socket.gethostname())]
+
+
+def test_the_next_rank_removes_what_killed_ranks_of_its_host_have_left(tmp_path: Path) -> None:
+    gone, alive = _ended_process(), os.getpid()
+    kept = [endpoint_files.write_targets(tmp_path, _file(1, alive))]
+    stale = endpoint_files.write_targets(tmp_path, _file(0, gone))
+    elsewhere = tmp_path / stale.name.replace(".json", ".copy.json")
+    elsewhere.write_text(stale.read_text().replace('"__meta_pyhvd_node":"', '"__meta_pyhvd_node":"other/'))
+    foreign = tmp_path / f"a.{socket.gethostname()}.b.json"
+    foreign.write_text("[]")
+    os.mkfifo(tmp_path / f"c.{socket.gethostname()}.d.json")
+    kept += [elsewhere, foreign, endpoint_files.write_targets(tmp_path, _file(2, alive))]
+    assert {path for path in tmp_path.glob("*.json") if path.is_file()} == {*kept}
+
+
+@pytest.mark.parametrize("kind", ["a file", "closed"])
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "x"
+    if kind == "a file":
+        folder.touch()
+    else:
+        monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root
+    with pytest.raises(
+        ConfigError, match=r"^PYHVD_METRICS_TARGETS='.*/x': (File exists|Permission denied); choose"
+    ):
+        Endpoint(0, "127.0.0.1", 0, str(folder))
+
+
+def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
+    file = _file(0, os.getpid())
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    name = endpoint_files.write_targets(tmp_path, file).name
+    (tmp_path / f".{name}.{os.getpid()}").symlink_to(victim)
+    endpoint_files.write_targets(tmp_path, file)
+    assert victim.read_text() == "mine"
 
 
 @pytest.mark.parametrize("how", ["open to all", "a link"])
