@@ -244,7 +244,7 @@ class ProgressProbe:
             if lost or places[rank].host == places[0].host:
                 _log.warning("%s", describe_stall(snapshot, places))
         elif not self.rank_0_answers():
-            _log.warning("%s", describe_silence(self._with_states(snapshot), places[0]))
+            _log.warning("%s", describe_silence(snapshot, self.where.states([0])[0], places[0]))
 
     def error(self, passed: float) -> HorovodInternalError:
         """Return the error of a rank without progress for ``passed`` s."""
@@ -280,10 +280,13 @@ def make_watch(
     """Return a rank's watchdog, or None if the stall check is off; ``give_up(passed)`` ends the rank."""
     if config.stall_check_disable or not config.stall_check_time_seconds:
         return None
+    end = give_up_time(config)
+    # With a shutdown time the end says the same. A question would delay it behind that of other ranks.
+    warn = config.stall_check_time_seconds if rank == 0 or not end else 0.0
     return Watch(
         rank,
-        config.stall_check_time_seconds,
-        give_up_time(config),
+        warn,
+        end,
         probe.look,
         probe.warn,
         give_up,

@@ -369,11 +369,11 @@ def describe_stall(snapshot: StallSnapshot, places: Sequence[ProcessPlace]) -> s
     return "\n".join([f"{_wait_of(snapshot)}: {why}", *_suspect_lines(snapshot, places)])
 
 
-def describe_silence(snapshot: StallSnapshot, place: ProcessPlace) -> str:
-    """Return the report of a rank that waits while rank 0, which is at ``place``, does not answer."""
+def describe_silence(snapshot: StallSnapshot, state: ProcessState, place: ProcessPlace) -> str:
+    """Return the report of a rank that waits while rank 0 does not answer, from rank 0's state and place."""
     return (
         f"{_wait_of(snapshot)}: rank 0, which decides what runs, does not answer\n"
-        f"rank 0 on {place}: {describe_state(snapshot.states[0], place)}"
+        f"rank 0 on {place}: {describe_state(state, place)}"
     )
 
 

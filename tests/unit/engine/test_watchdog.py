@@ -268,5 +268,7 @@ def test_what_is_known_of_a_rank_0_that_does_not_answer() -> None:
         ProcessState.UNKNOWN: f"{silent} cannot be seen from here",
     }
     for state, text in known.items():
-        snapshot = StallSnapshot(2, ["a"], False, {0: state, 1: ProcessState.STOPPED}, 61.2)
-        assert describe_silence(snapshot, PLACES[0]) == f"{head}\nrank 0 on host node (pid 100): {text}"
+        snapshot = StallSnapshot(2, ["a"], False, {}, 61.2)
+        assert (
+            describe_silence(snapshot, state, PLACES[0]) == f"{head}\nrank 0 on host node (pid 100): {text}"
+        )
