@@ -323,6 +323,12 @@ class Config:
         ConfigEntry("metrics.address", "ADDRESS"),
         parse=str.strip,
     )
+    metrics_targets: str = _own(
+        "",
+        "folder in which each rank that serves metrics writes its address, for Prometheus's file_sd",
+        ConfigEntry("metrics.targets", "DIR"),
+        parse=_path,
+    )
     log_level: str = _own(
         "warning",
         f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}",
@@ -414,6 +420,9 @@ class Config:
             notices.append(f"this version of pyhvd does not act on {', '.join(ignored)}")
         if config.autotune_log and not config.autotune:
             notices.append(config.users_words("PYHVD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1"))
+        if config.metrics_targets and config.metrics_port is None:
+            alone = "PYHVD_METRICS_TARGETS has no effect without PYHVD_METRICS_PORT, such as 0"
+            notices.append(config.users_words(alone))
         return config, notices
 
     @classmethod

@@ -539,7 +539,7 @@ class Node:
         self._send(self.tree.parent, encode(self.leader.flush()))
         return True
 
-    def tell_rank_0(self, message: StillWaiting | StillInRound, now: float) -> None:
+    def tell_rank_0(self, message: OutOfBand, now: float) -> None:
         """Send rank 0 an out-of-band message, or take it on rank 0."""
         if self.coordinator is not None:
             self._take_out_of_band(self.tree.rank, message, now)

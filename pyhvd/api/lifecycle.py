@@ -95,7 +95,9 @@ def _start(holder: ContextHolder, comm: Any, sets: Iterable[ProcessSet] | str | 
     endpoint: Endpoint | None = None
     try:
         if config.metrics_port is not None:
-            endpoint = Endpoint(config.metrics_port, config.metrics_address, world.topology.local_rank)
+            endpoint = Endpoint(
+                config.metrics_port, config.metrics_address, world.topology.local_rank, config.metrics_targets
+            )
         given = [] if sets is None or isinstance(sets, str) else list(sets)
         prepared = process_sets.prepare(given, world, by_comm_allowed=by_comm)
         log = open_log(config, world.topology.rank)

@@ -225,6 +225,7 @@ class Context:
             tuner = make_tuner(config, self.topology.size, log, windowed=windowed)
         holder = current_holder()  # callbacks of handles use this rank's context too
         threads = None if holder is process_holder else (threading.get_ident(),)
+        long_waits = bool if self.fast_path is None else self.fast_path.has_long_waits
         return Runtime(
             world.connect(bell),
             backends,
@@ -232,12 +233,7 @@ class Context:
             config,
             make,
             RuntimeParts(
-                where=RankLocations(
-                    rank,
-                    places,
-                    threads,
-                    bool if self.fast_path is None else self.fast_path.has_long_waits,
-                ),
+                where=RankLocations(rank, places, threads, long_waits, self.job),
                 hooks=self.hooks,
                 recorder=recorder,
                 make_meter=partial(self._make_meter, between),

@@ -35,7 +35,7 @@ from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
 from pyhvd.engine.rounds import RoundKeeper
 from pyhvd.engine.shutdown import ShutdownBarrier, end_early
-from pyhvd.engine.watchdog import ProgressProbe, give_up_time, make_watch
+from pyhvd.engine.watchdog import HostClaim, ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
 from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
@@ -164,14 +164,19 @@ class Runtime:
         # Any thread writes it before wake(); the runtime's thread reads it after it has woken.
         self._stop: ErrorInfo | None = None
         # Any thread appends before wake(); the runtime's thread takes them after it has woken.
-        self._long_rounds: deque[StillInRound] = deque()
+        self._to_tell: deque[StillInRound | StackRequest] = deque()
+        # The watchdog clears it, and asks; the runtime's thread sets it when rank 0 answers, and at its end.
+        self._answered = threading.Event()
         self._stop_sent = self._recalls_due = False
         self._waiting_due = 0.0
         self._knows_capacity = False
         # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
-        self._probe = ProgressProbe(self._where, self.queue, self._executor, self._fast_path, self._recorder)
+        self._probe = ProgressProbe(
+            self._where, self.queue, self._executor, self._fast_path, self._recorder, self._rank_0_answers,
+            HostClaim(f"pyhvd-watch-{self._where.job}"),
+        )  # fmt: skip
         self._watch = make_watch(config, rank, self._probe, self._give_up)
         self.ended: HorovodInternalError | None = None
         self._pid = os.getpid()
@@ -213,7 +218,7 @@ class Runtime:
 
     def tell_round(self, process_set: int, prefix: str) -> None:
         """Tell rank 0 that a thread has long waited in the round of a backward pass."""
-        self._long_rounds.append(StillInRound(PROTOCOL_VERSION, process_set, prefix))
+        self._to_tell.append(StillInRound(PROTOCOL_VERSION, process_set, prefix))
         self._control.wake()
 
     def is_forked(self) -> bool:
@@ -269,6 +274,7 @@ class Runtime:
         finally:
             if self._watch is not None:
                 self._watch.stop()
+            self._answered.set()
             self._over.set()
 
     def _loop(self) -> ErrorInfo:
@@ -289,8 +295,8 @@ class Runtime:
         active = self._send_requests()
         arrived = self._control.receive()
         now = time.monotonic()
-        while self._long_rounds:
-            self._node.tell_rank_0(self._long_rounds.popleft(), now)
+        while self._to_tell:
+            self._node.tell_rank_0(self._to_tell.popleft(), now)
         for source, payload in arrived:
             active = True
             if payload:
@@ -352,6 +358,8 @@ class Runtime:
             self._rounds.hear(message, now)
         if isinstance(message, StackReport) and self._rounds is not None:
             self._rounds.take(source, message, now)
+        elif isinstance(message, StackReport):
+            self._answered.set()
 
     def _next_list(self) -> ResponseList | None:
         """Return the next response list if its turn has come."""
@@ -474,6 +482,13 @@ class Runtime:
         return look
 
     # -- for the watchdog -------------------------------------------------------------------------------
+
+    def _rank_0_answers(self) -> bool:
+        """Return whether rank 0 answers a question; True also if this rank's thread has not sent it."""
+        self._answered.clear()
+        self._to_tell.append(StackRequest(PROTOCOL_VERSION, 0))
+        self._control.wake()
+        return self._answered.wait(ANSWER_SECONDS) or bool(self._to_tell)
 
     def _give_up(self, passed: float) -> None:
         """Make the background thread end this rank; if it is inside a collective, end the rank here."""

@@ -1,29 +1,41 @@
-"""The watchdog: gives a rank its error when its background thread, or rank 0's, cannot.
+"""The watchdog: warns of a stall, or ends it, when a rank's background thread, or rank 0's, cannot.
 
-Rank 0 ends the job when tensors have waited for too long (:mod:`pyhvd.observe.hang_reporter`). Rank 0 cannot
-do so if it is stopped or dead, or if its background thread is inside a collective that another rank does not
-finish. So each rank also checks by itself, later than rank 0 would, whether anything has ended since the last
-check.
+Rank 0 reports tensors that have waited for too long, and ends the job (:mod:`pyhvd.observe.hang_reporter`).
+Rank 0 cannot do so if it is stopped or dead, if its program holds the GIL, or if its background thread is
+inside a collective that another rank does not finish. So each rank checks by itself whether anything has
+ended since the last check:
+
+1. After the warning time it asks whether rank 0 still answers, and reports a rank 0 that does not. If the
+   tensors are being carried out already, it reports that. One rank of a host does so: :class:`HostClaim`.
+2. Later than rank 0 would, it ends this rank, if a shutdown time is set.
 
 Owns: the thread that checks, and :class:`ProgressTimer`, which is pure. The thread reads only what any thread
-may read, and acts through the functions that it is given. It runs only if a shutdown time is set, and on rank
-0, which warns.
+may read, and acts through the functions that it is given. It cannot run while its own program holds the GIL.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pyhvd.config import Config
 from pyhvd.engine.executor import Executor
 from pyhvd.errors import HorovodInternalError
-from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_stall, error_of_stall
+from pyhvd.observe.hang_report import (
+    StallSnapshot,
+    describe_late_end,
+    describe_silence,
+    describe_stall,
+    error_of_stall,
+)
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
@@ -66,6 +78,10 @@ class ProgressTimer:
         self._waiting, self._progress = waiting, progress
         return now - self._since
 
+    def resume(self, now: float) -> None:
+        """Note that the time until ``now`` (s) was no pause: it counts in full."""
+        self._last = now
+
 
 @dataclass
 class Watch:
@@ -80,7 +96,9 @@ class Watch:
     look : callable
         ``look()`` returns whether something is in flight, and a position that changes with progress.
     warn, end : callable
-        Called after the two times with the seconds that have passed; each returns at once.
+        Called after the two times with the seconds that have passed; they return within seconds.
+    calm : callable
+        Called at each look that finds less than the two times.
     """
 
     rank: int
@@ -89,6 +107,7 @@ class Watch:
     look: Callable[[], tuple[bool, Hashable]]
     warn: Callable[[float], None]
     end: Callable[[float], None]
+    calm: Callable[[], object] = bool
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -122,15 +141,49 @@ class Watch:
             passed = timer.look(progress, now, waiting=waiting)
             if passed < min(limits):
                 warned = 0.0
+                self.calm()
             elif self.end_after and passed >= self.end_after:
                 self.end(passed)
-                return
+                break
             elif self.warn_after and passed - warned >= self.warn_after:
                 warned = passed
                 self.warn(passed)
+                timer.resume(time.monotonic())
+        self.calm()
 
 
 _log = logging.getLogger("pyhvd")
+
+
+@dataclass(slots=True)
+class HostClaim:
+    """Lets one rank of a host speak for all: a name that one socket of the host can have at a time.
+
+    The kernel frees the name when its rank releases it or ends. Only Linux has such names; elsewhere each
+    rank speaks.
+    """
+
+    name: str
+    _held: socket.socket | None = field(default=None, init=False)
+
+    def take(self) -> bool:
+        """Return whether this rank speaks, until :meth:`release`; it may call this again."""
+        if self._held is not None or sys.platform != "linux":
+            return True
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            held.bind(f"\0{self.name}")  # an abstract name, which needs no file
+        except OSError as exc:
+            held.close()
+            return exc.errno != errno.EADDRINUSE
+        self._held = held
+        return True
+
+    def release(self) -> None:
+        """Let another rank speak."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +202,10 @@ class ProgressProbe:
         Tensors in flight there, and the batch that is running.
     recorder : Recorder
         Starts and stops of timelines, which are collective.
+    rank_0_answers : callable
+        Asks rank 0, and returns whether it answers within ANSWER_SECONDS.
+    claim : HostClaim
+        Whether this rank warns.
     """
 
     where: RankLocations
@@ -156,6 +213,8 @@ class ProgressProbe:
     executor: Executor
     fast_path: FastPathAdapter | None
     recorder: Recorder
+    rank_0_answers: Callable[[], bool]
+    claim: HostClaim
 
     def look(self) -> tuple[bool, Hashable]:
         """Return whether something is in flight on this rank, and a position that changes with progress."""
@@ -170,18 +229,30 @@ class ProgressProbe:
         return ([], False, 0) if self.fast_path is None else self.fast_path.look()
 
     def warn(self, passed: float) -> None:
-        """Warn that a collective does not end; the hang report covers missing submissions."""
+        """Warn that a collective does not end, or that rank 0 does not answer; once on each host.
+
+        Rank 0 reports missing submissions, as long as it answers. A collective that has begun is reported on
+        rank 0's host; on other hosts only where a process of that host is stopped or has ended.
+        """
+        places, rank = self.where.places, self.where.rank
         snapshot = self._snapshot(passed)
+        if not (snapshot.under_way or rank) or not self.claim.take():
+            return
         if snapshot.under_way:
-            _log.warning("%s", describe_stall(snapshot, self.where.places))
+            snapshot = self._with_states(snapshot)
+            lost = any(state.is_lost for state in snapshot.states.values())
+            if lost or places[rank].host == places[0].host:
+                _log.warning("%s", describe_stall(snapshot, places))
+        elif not self.rank_0_answers():
+            _log.warning("%s", describe_silence(snapshot, self.where.states([0])[0], places[0]))
 
     def error(self, passed: float) -> HorovodInternalError:
         """Return the error of a rank without progress for ``passed`` s."""
-        return error_of_stall(self._snapshot(passed), self.where.places)
+        return error_of_stall(self._with_states(self._snapshot(passed)), self.where.places)
 
     def late_end(self, passed: float) -> str:
         """Return the text about a shutdown that has not ended for ``passed`` s."""
-        return describe_late_end(self._snapshot(passed), self.where.places)
+        return describe_late_end(self._with_states(self._snapshot(passed)), self.where.places)
 
     def _snapshot(self, passed: float) -> StallSnapshot:
         names, _ = self.queue.names()
@@ -190,8 +261,11 @@ class ProgressProbe:
         on_lane, running, _ = self._look_at_fast_path()
         runs = bool(under_way or running)
         shown = under_way or (on_lane if running else [*names, *on_lane])
+        return StallSnapshot(self.where.rank, shown, runs, {}, passed)
+
+    def _with_states(self, snapshot: StallSnapshot) -> StallSnapshot:
         others = [rank for rank in range(len(self.where.places)) if rank != self.where.rank]
-        return StallSnapshot(self.where.rank, shown, runs, self.where.states(others), passed)
+        return replace(snapshot, states=self.where.states(others))
 
 
 def give_up_time(config: Config) -> float:
@@ -203,11 +277,18 @@ def give_up_time(config: Config) -> float:
 def make_watch(
     config: Config, rank: int, probe: ProgressProbe, give_up: Callable[[float], None]
 ) -> Watch | None:
-    """Return a rank's watchdog, or None if it needs none; ``give_up(passed)`` ends the rank."""
+    """Return a rank's watchdog, or None if the stall check is off; ``give_up(passed)`` ends the rank."""
     if config.stall_check_disable or not config.stall_check_time_seconds:
         return None
-    warn = config.stall_check_time_seconds if rank == 0 else 0.0
     end = give_up_time(config)
-    if not (warn or end):
-        return None
-    return Watch(rank, warn, end, probe.look, probe.warn, give_up)
+    # With a shutdown time the end says the same. A question would delay it behind that of other ranks.
+    warn = config.stall_check_time_seconds if rank == 0 or not end else 0.0
+    return Watch(
+        rank,
+        warn,
+        end,
+        probe.look,
+        probe.warn,
+        give_up,
+        probe.claim.release,
+    )

@@ -360,16 +360,27 @@ class StallSnapshot:
 
 def describe_stall(snapshot: StallSnapshot, places: Sequence[ProcessPlace]) -> str:
     """Return the report of a rank on which no call ends any more."""
-    tensors = [Stalled(GLOBAL_SET, name, 0.0, 0, 0) for name in snapshot.names] or None
-    what = names_of(tensors) if tensors else "the other ranks to join"
     them = "it" if len(snapshot.names) == 1 else "them"
     why = (
         f"all ranks have submitted {them}, but some do not carry {them} out"
         if snapshot.under_way
         else "rank 0, which decides what runs, has not said why"
     )
-    first = f"rank {snapshot.rank} has waited for {what} for {snapshot.passed:.0f} s: {why}"
-    return "\n".join([first, *_suspect_lines(snapshot, places)])
+    return "\n".join([f"{_wait_of(snapshot)}: {why}", *_suspect_lines(snapshot, places)])
+
+
+def describe_silence(snapshot: StallSnapshot, state: ProcessState, place: ProcessPlace) -> str:
+    """Return the report of a rank that waits while rank 0 does not answer, from rank 0's state and place."""
+    return (
+        f"{_wait_of(snapshot)}: rank 0, which decides what runs, does not answer\n"
+        f"rank 0 on {place}: {describe_state(state, place)}"
+    )
+
+
+def _wait_of(snapshot: StallSnapshot) -> str:
+    tensors = [Stalled(GLOBAL_SET, name, 0.0, 0, 0) for name in snapshot.names]
+    what = names_of(tensors) if tensors else "the other ranks to join"
+    return f"rank {snapshot.rank} has waited for {what} for {snapshot.passed:.0f} s"
 
 
 def describe_late_end(snapshot: StallSnapshot, places: Sequence[ProcessPlace]) -> str:

@@ -50,12 +50,15 @@ class RankLocations:
         Idents of the threads that are this rank's program; None: all of the process.
     has_long_waits : callable
         Whether a thread waits in C code, without a Python function of pyhvd.
+    job : str
+        The job's name.
     """
 
     rank: int
     places: Sequence[ProcessPlace]
     threads: Collection[int] | None = None
     has_long_waits: Callable[[], bool] = bool
+    job: str = ""
 
     def states(self, ranks: Iterable[int]) -> dict[int, ProcessState]:
         """Return what the processes of some ranks do, as far as that is seen from here."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pyhvd._version import __version__
 from pyhvd.common.text import describe_import_error
 from pyhvd.errors import ConfigError
-from pyhvd.observe.endpoint_files import RankFile, write_file
+from pyhvd.observe.endpoint_files import RankFile, make_targets_folder, write_file, write_targets
 from pyhvd.observe.metrics import Histogram, Metrics
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ INFO = Family(
     "info",
     "gauge",
     "1; its labels name what does not change; generation is empty in a job that is not elastic",
-    ("size", "job", "host", "pid", "version", "generation"),
+    ("size", "job_name", "host", "pid", "version", "generation"),
 )
 
 
@@ -177,30 +177,41 @@ class Endpoint:
     """An HTTP server of one rank's metrics, from construction to :meth:`close`.
 
     It listens on ``address``, at the port ``port + local_rank``, so that each rank of a host has its own; or
-    at any free port if ``port`` is 0.
+    at any free port if ``port`` is 0. With ``targets`` it publishes its address in this folder, too.
 
     Raises
     ------
     ImportError
         prometheus-client cannot be imported.
     ConfigError
-        The port is not available, or the address does not belong to this host.
+        The port is not available, the address does not belong to this host, or the folder cannot be written.
     """
 
-    def __init__(self, port: int, address: str, local_rank: int) -> None:
+    def __init__(self, port: int, address: str, local_rank: int, targets: str = "") -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry
+
+            from pyhvd.observe.metrics_server import MetricsServer
         except ImportError as exc:
             needed = describe_import_error(exc, "prometheus-client", "metrics")
             raise ImportError(f"PYHVD_METRICS_PORT needs {needed}") from exc
         self._registry = CollectorRegistry(auto_describe=False)
-        self._path: Path | None = None
+        self._targets = Path(targets) if targets else None
+        self._paths: list[Path] = []
         self._pid = os.getpid()
+        if self._targets is not None:
+            try:
+                make_targets_folder(self._targets)
+            except OSError as exc:
+                raise ConfigError(
+                    f"PYHVD_METRICS_TARGETS={targets!r}: {exc.strerror};"
+                    " choose a folder in which each rank can write"
+                ) from exc
         wanted = port + local_rank if port else 0
         if wanted >= 1 << 16:
             raise ConfigError(f"PYHVD_METRICS_PORT={port}: plus local rank {local_rank} exceeds 65535")
         try:
-            self._server, self._thread = start_http_server(wanted, address, self._registry)
+            self._server = MetricsServer(address, wanted, self._registry)
         except (OSError, UnicodeError) as exc:
             # UnicodeError: not a valid host name.
             if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno in _NOT_HERE:
@@ -216,30 +227,32 @@ class Endpoint:
         self.port = self._server.server_port
 
     def serve(self, snapshot: Callable[[], Metrics], job: str) -> None:
-        """Serve the results of ``snapshot()``; write the file by which ``python -m pyhvd top`` finds them."""
+        """Serve the results of ``snapshot()``; write the files by which others find them."""
         first = snapshot()
         self._registry.register(_Collector(snapshot, job))
         _log.info("metrics of rank %d at http://%s:%d/metrics", first.rank, self.address, self.port)
+        file = RankFile(job, first.rank, first.size, os.getpid(), self.address, self.port)
         try:
-            self._path = write_file(
-                RankFile(job, first.rank, first.size, os.getpid(), self.address, self.port)
-            )
+            self._paths.append(write_file(file))
         except OSError as exc:
             _log.warning("python -m pyhvd top will not find rank %d by itself: %s", first.rank, exc)
+        try:
+            if self._targets is not None:
+                self._paths.append(write_targets(self._targets, file))
+        except OSError as exc:
+            _log.warning("Prometheus will not find rank %d in %s: %s", first.rank, self._targets, exc)
 
     def close(self) -> None:
         """Stop serving; takes up to half a second, the period at which the server looks for its end.
 
-        A forked child does nothing: server and file belong to its parent.
+        A forked child does nothing: server and files belong to its parent.
         """
         if os.getpid() != self._pid:
             return
-        if self._path is not None:
+        for path in self._paths:
             with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+                path.unlink(missing_ok=True)
+        self._server.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,9 @@ def parse(text: str, when: float) -> MetricsReading | None:
             return None
         info = dict(next(iter(samples["pyhvd_info"])))
         generation = int(info["generation"]) if info.get("generation") else None
-        return MetricsReading(when, int(info["rank"]), int(info["size"]), info["job"], samples, generation)
+        return MetricsReading(
+            when, int(info["rank"]), int(info["size"]), info["job_name"], samples, generation
+        )
     except (ValueError, LookupError):  # the parser raises one of these for text of another format
         return None
 

@@ -16,7 +16,7 @@ has a role, which says what it will be used for. The handshake is a
    connection's later use is read here.
 5. Peers that are silent, or not of this job, take none of the room or time of the others: at most
    ``_STRANGERS`` unproved connections more than expected are kept, the oldest is dropped for a new one, and
-   nothing here blocks.
+   nothing here blocks for longer than ``_REST_S``.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ _TUNING = (
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
 )
 
+# After an attempt to accept for which there were no descriptors, in seconds.
+_REST_S = 0.01
 _STAGGER_S = 0.25
 """Time after which the peer's next address is tried, too, if the one before has not answered, in seconds."""
 
@@ -195,6 +197,8 @@ class Handshakes:
             most = 0
         if len(self._strangers) > most:
             self._drop(next(iter(self._strangers)))
+        elif not most:  # the listener stays ready: this thread would look at it without end
+            time.sleep(_REST_S)
 
     def _connection(self, peer: socket.socket, end: End) -> Connection:
         for level, name, value in _TUNING:

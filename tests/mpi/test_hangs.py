@@ -92,6 +92,86 @@ def test_the_error_says_what_is_known(tmp_path: Path, late: int, idle: str, said
     assert all(line.endswith(f"{{'x': [{late}]}}, [{late}]") for line in told), ended.out
 
 
+SILENT = """\
+    import ctypes, os, signal, subprocess, time
+    import numpy as np, pyhvd as hvd
+
+    two = hvd.ProcessSet([1, 2])
+    hvd.init(process_sets=[two])
+    for _ in range(3):
+        hvd.allreduce(np.ones(4), name="all")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        time.sleep(0.2)
+        subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {{os.getpid()}}"])
+        {silent}
+    else:
+        time.sleep(0.4)
+    here = hvd.global_process_set if {name!r} == "all" else two
+    if hvd.rank() in here.ranks:
+        hvd.allreduce(np.ones(4), name={name!r}, process_set=here)
+    hvd.barrier()
+"""
+NOT_ANSWERING = (
+    "its background thread does not answer within 2 s, and its process sleeps: it is blocked, perhaps"
+)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("name", ["two", "all"])
+@pytest.mark.parametrize(
+    ("silent", "said"),
+    [
+        ("ctypes.PyDLL(None).sleep(5)", NOT_ANSWERING),
+        (STOPPED, "its process is stopped (by SIGSTOP or Ctrl-Z)"),
+    ],
+)
+def test_one_waiting_rank_says_that_rank_0_does_not_answer(
+    tmp_path: Path, silent: str, said: str, name: str
+) -> None:
+    """By default, which is without a shutdown time; and the job goes on when rank 0 does."""
+    path = script(tmp_path, SILENT.format(silent=silent, name=name))
+    ended = run(launcher_command("-n", 3, "--stall-check-warning-time-seconds", 0.5, path), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    told = re.findall(
+        r"pyhvd\[([12])\] WARNING: rank \1 has waited for '(\w+)' for \d+ s: rank 0, which decides what runs,"
+        r" does not answer\nrank 0 on host \S+ \(pid \d+\): (.+)",
+        ended.err,
+    )
+    assert told, ended.err
+    assert len({rank for rank, *_ in told}) == 1, "one rank of the host speaks"
+    assert {each for _, each, _ in told} == {name}
+    assert said in told[0][2]
+
+
+INSIDE_WITHOUT_RANK_0 = """\
+    import ctypes, time, numpy as np, pyhvd as hvd
+    from pyhvd.backends.shm import ShmBackend
+
+    two = hvd.ProcessSet([1, 2])
+    hvd.init(process_sets=[two])
+    hvd.barrier()
+    if hvd.rank() == 0:
+        time.sleep(5)
+    if hvd.rank() == 2:
+        reduce = ShmBackend.allreduce
+        ShmBackend.allreduce = lambda *given: (ctypes.PyDLL(None).sleep(3), reduce(*given))
+    if hvd.rank():
+        hvd.allreduce(np.ones(4), name="x", process_set=two)
+"""
+
+
+@pytest.mark.any_mpi
+def test_ranks_that_wait_in_the_window_without_rank_0(tmp_path: Path) -> None:
+    path = script(tmp_path, INSIDE_WITHOUT_RANK_0)
+    ended = run(launcher_command("-n", 3, "--stall-check-warning-time-seconds", 0.5, path), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    first, *rest = (line for line in ended.err.splitlines() if not line.startswith("pyhvd: OMP"))
+    assert "pyhvd[1] WARNING: rank 1 has waited for 'x' for" in first, ended.err
+    assert first.endswith("all ranks have submitted it, but some do not carry it out")
+    assert any(re.fullmatch(r"rank 2 on host \S+ \(pid \d+\): its process sleeps", line) for line in rest)
+
+
 INSIDE = """\
     import os, signal, numpy as np, pyhvd as hvd
     from pyhvd.backends.shm import ShmBackend

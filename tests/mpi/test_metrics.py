@@ -138,6 +138,46 @@ def test_top_shows_a_running_job_and_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.any_mpi
+def test_prometheus_finds_every_rank_of_a_running_job(tmp_path: Path) -> None:
+    program = """
+        import json, pathlib, sys, urllib.request, pyhvd as hvd
+
+        hvd.init()
+        hvd.barrier()  # not before each rank serves
+        if hvd.rank() == 0:
+            groups = [json.loads(path.read_text())[0] for path in pathlib.Path(sys.argv[1]).glob("*.json")]
+            for group in sorted(groups, key=lambda group: group["labels"]["__meta_pyhvd_rank"]):
+                text = urllib.request.urlopen(f"http://{group['targets'][0]}/metrics").read().decode()
+                print(group["labels"]["__meta_pyhvd_rank"], group["labels"]["job_name"])
+                print(next(line for line in text.splitlines() if line.startswith("pyhvd_info{")))
+        hvd.barrier()
+    """
+    folder = tmp_path / "targets"
+    path = script(tmp_path, program, "train.py")
+    job = pyhvdrun("-n", 2, "--metrics-port", 0, "--metrics-targets", folder, path, folder)
+    assert job.code == 0, job.err
+    lines = job.out.splitlines()
+    for rank in (0, 1):
+        number, name = lines[2 * rank].split()
+        assert number == str(rank)
+        assert name.startswith("train-")
+        assert f'job_name="{name}"' in lines[2 * rank + 1]
+        assert f'rank="{rank}"' in lines[2 * rank + 1]
+    assert list(folder.iterdir()) == [], "no rank leaves a file behind"
+
+
+@pytest.mark.any_mpi
+def test_a_folder_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None:
+    path = script(tmp_path, "import pyhvd as hvd; hvd.init()")
+    job = pyhvdrun("-n", 2, "--metrics-port", 0, "--metrics-targets", path, path)
+    assert job.code == 1
+    assert (
+        f"PYHVD_METRICS_TARGETS='{path}': File exists; choose a folder in which each rank can write"
+        in job.err
+    )
+
+
+@pytest.mark.any_mpi
 def test_a_port_that_is_taken_ends_the_job(tmp_path: Path) -> None:
     path = script(tmp_path, "import pyhvd as hvd; hvd.init()")
     with socket.create_server(("127.0.0.1", 0)) as taken:

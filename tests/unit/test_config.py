@@ -41,10 +41,14 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "check": ("CHECK", "Finite, results", "results,finite"),
     "metrics_port": ("METRICS_PORT", "9400", 9400),
     "metrics_address": ("METRICS_ADDRESS", "0.0.0.0", "0.0.0.0"),
+    "metrics_targets": ("METRICS_TARGETS", "/var/targets", "/var/targets"),
     "log_level": ("LOG_LEVEL", " DEBUG ", "debug"),
     "log_hide_time": ("LOG_HIDE_TIME", "True", True),
 }
-LOG_ALONE = "PYHVD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1"
+ALONE = {
+    "autotune_log": "PYHVD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1",
+    "metrics_targets": "PYHVD_METRICS_TARGETS has no effect without PYHVD_METRICS_PORT, such as 0",
+}
 each_knob = pytest.mark.parametrize("knob", GOOD)
 
 
@@ -69,7 +73,7 @@ def test_every_knob_under_its_own_name(knob: str) -> None:
     config, notices = Config.from_env({f"PYHVD_{suffix}": text})
     assert getattr(config, knob) == value
     assert type(getattr(config, knob)) is type(value)
-    assert notices == ([] if knob != "autotune_log" else [LOG_ALONE])
+    assert notices == ([ALONE[knob]] if knob in ALONE else [])
     assert config.given == {knob}
     assert config == dataclasses.replace(Config(), **{knob: value}), "no other knob has moved"
 
@@ -80,8 +84,8 @@ def test_every_knob_under_horovods_name(knob: str) -> None:
     config, notices = Config.from_env({f"HOROVOD_{suffix}": text})
     assert getattr(config, knob) == value
     assert notices[0] == f"read HOROVOD_{suffix}; pyhvd's own names are PYHVD_<same suffix>"
-    alone = LOG_ALONE.replace("PYHVD_AUTOTUNE_LOG", "HOROVOD_AUTOTUNE_LOG")
-    assert notices[1:] == ([] if knob != "autotune_log" else [alone])
+    alone = {each: text.replace("PYHVD", "HOROVOD", 1) for each, text in ALONE.items()}
+    assert notices[1:] == ([alone[knob]] if knob in alone else [])
 
 
 def test_pyhvds_own_name_wins_without_a_notice() -> None:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.config import Config
-from pyhvd.engine.watchdog import ProgressTimer, Watch, give_up_after, give_up_time
-from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_stall, error_of_stall
+from pyhvd.engine.watchdog import (
+    HostClaim,
+    ProgressProbe,
+    ProgressTimer,
+    Watch,
+    give_up_after,
+    give_up_time,
+)
+from pyhvd.negotiation.messages import Request, RequestType
+from pyhvd.observe.hang_report import (
+    StallSnapshot,
+    describe_late_end,
+    describe_silence,
+    describe_stall,
+    error_of_stall,
+)
+from pyhvd.observe.hang_reporter import RankLocations
+from pyhvd.queue import TensorEntry, TensorQueue
 
 PLACES = [ProcessPlace("node", 100 + rank, "n") for rank in range(4)]
 
@@ -42,6 +61,14 @@ def test_a_time_in_which_nobody_looked_does_not_count() -> None:
     timer = ProgressTimer(longest=2.0)
     passed = [timer.look(0, now, waiting=True) for now in (100.0, 101.0, 102.0, 500.0, 501.0)]
     assert passed == [0.0, 1.0, 2.0, 4.0, 5.0]
+
+
+def test_a_time_in_which_the_watchdog_itself_was_busy_counts() -> None:
+    timer = ProgressTimer(longest=2.0)
+    timer.look(0, 100.0, waiting=True)
+    timer.look(0, 101.0, waiting=True)
+    timer.resume(109.0)
+    assert timer.look(0, 110.0, waiting=True) == 10.0
 
 
 def test_rank_0_comes_first() -> None:
@@ -83,6 +110,104 @@ def test_the_thread_leaves_those_alone_who_have_nothing_to_wait_for() -> None:
     watch.join()
     assert calls == []
     assert "pyhvd-0-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_thread_says_when_it_has_nothing_to_warn_of() -> None:
+    progress, calls = iter([0, 0, 0, 0, 0, 0, 1]), []
+    over = threading.Event()
+
+    def warn(_: float) -> None:
+        calls.append("warn")
+
+    def calm() -> None:
+        if calls and calls[-1] == "warn":
+            calls.append("calm")
+            over.set()
+
+    watch = Watch(1, 0.04, 0.0, lambda: (True, next(progress, 2)), warn, calls.append, calm)
+    watch.start()
+    assert over.wait(20)
+    watch.stop()
+    watch.join()
+    assert calls[:2] == ["warn", "calm"]
+
+
+# -- what a rank warns of ------------------------------------------------------------------------------
+
+
+class OneProbe:
+    """A probe of a rank that waits for 'a', and the warnings that it logs."""
+
+    def __init__(self, rank: int, caplog: pytest.LogCaptureFixture, *, running: bool, hosts: str) -> None:
+        places = [ProcessPlace(host, 100 + each) for each, host in enumerate(hosts)]
+        queue = TensorQueue(lambda: None, 0.0)
+        entry = TensorEntry(0, Request(RequestType.BARRIER, "a"), None, None, lambda *_: None)
+        queue.add([entry])
+        executor = SimpleNamespace(running=[entry] if running else [], ended=0)
+        self.asked = 0
+        self.answers = False
+        self.claim = HostClaim(f"pyhvd-test-{os.getpid()}")
+        self.probe = ProgressProbe(
+            RankLocations(rank, places),
+            queue,
+            cast(Any, executor),
+            None,
+            cast(Any, SimpleNamespace(busy=False)),
+            self._ask,
+            self.claim,
+        )
+        self._caplog = caplog
+
+    def _ask(self) -> bool:
+        self.asked += 1
+        return self.answers
+
+    def warn(self) -> str:
+        self._caplog.clear()
+        self.probe.warn(61.0)
+        return self._caplog.text
+
+
+def test_a_rank_asks_rank_0_and_reports_its_silence(caplog: pytest.LogCaptureFixture) -> None:
+    one = OneProbe(1, caplog, running=False, hosts="hh")
+    assert (
+        "rank 1 has waited for 'a' for 61 s: rank 0, which decides what runs, does not answer" in one.warn()
+    )
+    one.answers = True
+    assert one.warn() == "", "rank 0 itself reports the stall"
+    assert one.asked == 2
+    one.claim.release()
+
+
+def test_rank_0_asks_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    zero = OneProbe(0, caplog, running=False, hosts="hh")
+    assert zero.warn() == ""
+    assert zero.asked == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no abstract names")
+@pytest.mark.parametrize("running", [False, True])
+def test_one_rank_of_a_host_speaks(caplog: pytest.LogCaptureFixture, running: bool) -> None:
+    one, two = (OneProbe(rank, caplog, running=running, hosts="hhh") for rank in (1, 2))
+    assert one.warn() != ""
+    assert two.warn() == ""
+    assert two.asked == 0
+    assert one.warn() != "", "it goes on to speak"
+    one.claim.release()
+    assert two.warn() != ""
+    two.claim.release()
+
+
+def test_a_host_says_of_a_collective_only_what_rank_0_cannot_see(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = OneProbe(1, caplog, running=True, hosts="hgg")
+    assert away.warn() == ""
+    stopped = {0: ProcessState.UNKNOWN, 2: ProcessState.STOPPED}
+    monkeypatch.setattr(RankLocations, "states", lambda *_: stopped)
+    assert "rank 2 on host g (pid 102): its process is stopped" in away.warn()
+    assert away.asked == 0, "its background thread is in the collective"
+    away.claim.release()
 
 
 @pytest.mark.parametrize("off", [{"stall_check_disable": True}, {"stall_check_time_seconds": 0.0}])
@@ -132,3 +257,18 @@ def test_rank_0_should_have_said_why() -> None:
         " said why\n"
         "rank 0 on host node (pid 100): its process cannot be seen from here"
     )
+
+
+def test_what_is_known_of_a_rank_0_that_does_not_answer() -> None:
+    head = "rank 2 has waited for 'a' for 61 s: rank 0, which decides what runs, does not answer"
+    silent = "its background thread does not answer within 2 s, and its process"
+    known = {
+        ProcessState.STOPPED: "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 100 lets it go on",
+        ProcessState.SLEEPING: f"{silent} sleeps: it is blocked, perhaps while it holds the GIL",
+        ProcessState.UNKNOWN: f"{silent} cannot be seen from here",
+    }
+    for state, text in known.items():
+        snapshot = StallSnapshot(2, ["a"], False, {}, 61.2)
+        assert (
+            describe_silence(snapshot, state, PLACES[0]) == f"{head}\nrank 0 on host node (pid 100): {text}"
+        )

@@ -180,7 +180,7 @@ def _answer(*pieces: bytes, length: int | None = None) -> Scrape:
     return seen
 
 
-_INFO = 'pyhvd_info{rank="0",size="2",job="j"} 1.0\n'
+_INFO = 'pyhvd_info{rank="0",size="2",job_name="j"} 1.0\n'
 
 
 def test_what_is_no_rank_counts_as_gone() -> None:
@@ -193,8 +193,8 @@ def test_what_is_no_rank_counts_as_gone() -> None:
     [
         _INFO.replace('rank="0"', 'rank="zero"'),
         _INFO.replace('size="2",', ""),
-        _INFO.replace('job="j"', ""),
-        _INFO.replace("job=", " =ob=") + "some_metric\\{",
+        _INFO.replace('job_name="j"', ""),
+        _INFO.replace("job_name=", " =ob=") + "some_metric\\{",
     ],
 )
 def test_what_only_looks_like_a_rank_counts_as_gone(wrong: str) -> None:
@@ -239,7 +239,7 @@ def test_an_elastic_job_is_followed_to_its_next_generation(
     assert capsys.readouterr().out == "job train-1 has ended\n"
 
 
-_LABELS = (("job", "j"), ("rank", "0"), ("size", "2"))
+_LABELS = (("job_name", "j"), ("rank", "0"), ("size", "2"))
 
 
 def test_an_answer_that_breaks_off_or_has_no_end_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:

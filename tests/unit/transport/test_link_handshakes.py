@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
 import threading
@@ -116,6 +118,23 @@ def test_strangers_do_not_hinder_the_peer(listener: socket.socket, said: bytes) 
     check_pair(made[ROLE], server.end()[ROLE])
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_rank_without_descriptors_rests(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+    accept = socket.socket.accept
+
+    def fail(_: socket.socket) -> tuple[socket.socket, object]:
+        tried.append(time.monotonic())
+        if time.monotonic() > tried[0] + 0.5:
+            return accept(listener)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    server = Server(listener)
+    made, _ = dial([address_of(listener)])
+    check_pair(made[ROLE], server.end()[ROLE])
+    assert 1 < len(tried) < 60
 
 
 def test_a_stranger_is_dropped(listener: socket.socket) -> None:
