@@ -113,7 +113,8 @@ def test_the_thread_leaves_those_alone_who_have_nothing_to_wait_for() -> None:
 
 
 def test_the_thread_says_when_it_has_nothing_to_warn_of() -> None:
-    progress, calls = iter([0, 0, 0, 0, 0, 0, 1]), []
+    progress = iter([0, 0, 0, 0, 0, 0, 1])
+    calls: list[str] = []
     over = threading.Event()
 
     def warn(_: float) -> None:
@@ -124,7 +125,7 @@ def test_the_thread_says_when_it_has_nothing_to_warn_of() -> None:
             calls.append("calm")
             over.set()
 
-    watch = Watch(1, 0.04, 0.0, lambda: (True, next(progress, 2)), warn, calls.append, calm)
+    watch = Watch(1, 0.04, 0.0, lambda: (True, next(progress, 2)), warn, lambda _: calls.append("end"), calm)
     watch.start()
     assert over.wait(20)
     watch.stop()
