@@ -247,7 +247,7 @@ def _folder(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | N
     """Return the folder that Spark means by a path: one without a scheme is on its default file system."""
     context = SparkContext._active_spark_context
     if context is not None and storage_options is None and not is_url(os.fspath(path)):
-        hadoop: Any = context._jvm.org.apache.hadoop.fs.Path(os.fspath(path))  # type: ignore[union-attr]
+        hadoop: Any = context._jvm.org.apache.hadoop.fs.Path(os.fspath(path))
         system = hadoop.getFileSystem(context._jsc.hadoopConfiguration())
         if system.getScheme() != "file":
             path = system.makeQualified(hadoop).toString()
