@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import check_frame
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.job import CollectJob, TaskSource, serve_tasks
-from pyhvd.spark.slots import count_slots, wait_for_slots
+from pyhvd.spark.slots import count_slots, require_slots, wait_for_slots
 from pyhvd.spark.task_body import TaskBody, is_on, pack
 from pyhvd.transport.tcp.connection import Secret
 
@@ -179,6 +180,8 @@ def _run(
     if df is not None:
         check_frame(df)
     size = call.find_size()
+    if call.num_proc is not None:
+        require_slots(call.context, size, math.inf)
     rows = None if df is None else deal(df, size)
     code, broadcasts = pack(call.context, call.function, dump_functions)
     spec = JobSpec(

@@ -35,8 +35,10 @@ class DataError(ValueError):
 
 def require_columns(names: Collection[str], known: Collection[str]) -> None:
     """Raise DataError if one of these columns does not exist, or if there are none of them."""
+    if not names:
+        raise DataError(f"no column is chosen: name at least one; there are {', '.join(known)}")
     missing = [name for name in names if name not in known]
-    if missing or not names:
+    if missing:
         listed = ", ".join(map(repr, missing))
         raise DataError(f"there is no column {listed}; there are {', '.join(known)}")
 

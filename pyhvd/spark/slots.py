@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
 
 _LOOK_S = 0.1
+EXECUTORS_START_S = 15.0
+"""The executors of a standalone cluster start within seconds, one after another."""
 
 
 def count_slots(context: SparkContext) -> int:
@@ -37,6 +41,46 @@ def count_slots(context: SparkContext) -> int:
         raise SparkError(
             f"Spark does not tell how many tasks it can run at once ({reason_of(exc)}): set num_proc"
         ) from exc
+
+
+def require_slots(context: SparkContext, size: int, unknown_s: float) -> None:
+    """Raise SparkError if the cluster has too few slots, and gets no more: Spark would wait for minutes.
+
+    Executors that are busy count. Where more executors may come, leave the wait to the job.
+
+    Parameters
+    ----------
+    context : SparkContext
+        The session's.
+    size : int
+        The number of ranks.
+    unknown_s : float
+        How long more executors may take to start, in seconds, if nobody knows how many there will be.
+    """
+    patience = _patience(context, unknown_s)
+    until = time.monotonic() + patience
+    while (slots := count_slots(context)) < size and patience != math.inf:
+        if time.monotonic() >= until:
+            raise SparkError(
+                f"num_proc={size}, and the cluster has {slots} slots: set num_proc to {slots} or fewer, or"
+                " give the session more executors or cores (spark.executor.instances, spark.executor.cores,"
+                " spark.cores.max, spark.task.cpus)"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _patience(context: Any, unknown_s: float) -> float:
+    """Return how many seconds more executors may take to come; inf if Spark has yet to start some."""
+    conf = context.getConf()
+    if re.fullmatch(r"local(\[.*\])?", context.master):
+        return 0.0
+    if conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true":
+        return math.inf
+    expected = int(conf.get("spark.executor.instances", "0"))
+    if not expected:
+        return unknown_s
+    executors = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # one is the driver
+    return 0.0 if executors >= expected else math.inf
 
 
 def wait_for_slots(count: Callable[[], int], timeout: float, *, dynamic: bool) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import pyhvd as hvd
 import pyhvd.spark
 from pyhvd.spark import SGD, Store, Training
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, SparkError
 
 Array = npt.NDArray[Any]
 
@@ -267,6 +269,70 @@ def test_a_saved_model_is_the_same(rows: Any, make: Callable[..., Any], tmp_path
         pyhvd.spark.Model.load(tmp_path)
 
 
+READ_BACK = """
+import sys
+import pyhvd.spark
+from pyspark.sql import SparkSession
+from pyspark.ml import PipelineModel
+
+pyhvd.spark.use_java()
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+frame = spark.createDataFrame([(0.25, 3.0), (-1.5, 1 / 3)], ["a", "b"])
+pipeline = PipelineModel.load(sys.argv[1])
+own = pyhvd.spark.Model.read().load(sys.argv[2])
+assert type(pipeline.stages[1]) is type(own)
+assert "pyhvd.spark.ml.estimator" not in sys.modules
+for model in (pipeline.transform, lambda frame: own.transform(pipeline.stages[0].transform(frame))):
+    print("bits", *(row.guess.hex() for row in model(frame).collect()))
+print("uid", own.uid, pipeline.stages[1].uid)
+"""
+
+
+def test_spark_ml_writes_a_model_and_another_process_reads_it(
+    spark: Any, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    from pyspark.ml import Pipeline
+    from pyspark.ml.feature import VectorAssembler
+
+    x, y = points()
+    data = [(float(a), float(b), float(c)) for (a, b), c in zip(x, y, strict=True)]
+    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="x")
+    fitted = Pipeline(stages=[assembler, make(num_proc=2)]).fit(spark.createDataFrame(data, ["a", "b", "y"]))
+    model = fitted.stages[1]
+    model.set(model.output_cols, ["guess"])
+    paths = [str(tmp_path / "pipeline"), str(tmp_path / "alone")]
+    fitted.save(paths[0])
+    model.write().save(paths[1])
+    expected = model.predictor()(np.array([[0.25, 3.0], [-1.5, 1 / 3]]))
+    done = subprocess.run(
+        [sys.executable, "-c", READ_BACK, *paths], capture_output=True, text=True, check=False, timeout=200
+    )
+    said = "bits " + " ".join(float(value).hex() for value in expected)
+    assert done.stdout.splitlines() == [said, said, f"uid {model.uid} {model.uid}"], done.stderr
+
+    with pytest.raises(DataError, match=r"alone exists: .*model\.write\(\)\.overwrite\(\)\.save\(path\)"):
+        model.write().save(paths[1])
+    with pytest.raises(DataError, match=r"alone exists: "):
+        model.save(paths[1])
+    model.set(model.output_cols, ["second"])
+    model.write().overwrite().save(paths[1])
+    assert pyhvd.spark.Model.load(paths[1]).getOrDefault("output_cols") == ["second"]
+
+
+def test_a_path_without_scheme_is_on_hadoops_file_system(spark: Any) -> None:
+    from pyhvd.spark.ml.model import _folder
+
+    hadoop = spark.sparkContext._jsc.hadoopConfiguration()
+    before = hadoop.get("fs.defaultFS")
+    assert _folder("/m", None).path == "/m"
+    try:
+        hadoop.set("fs.defaultFS", "hdfs://127.0.0.1:8020")
+        assert _folder("/m", None).path == "hdfs://127.0.0.1:8020/m"
+        assert _folder("file:/m", None).path == "/m"
+    finally:
+        hadoop.set("fs.defaultFS", before)
+
+
 def test_transform_leaves_the_other_columns_as_they_are(
     spark: Any, rows: Any, make: Callable[..., Any]
 ) -> None:
@@ -317,3 +383,52 @@ def test_a_dataframe_that_cannot_be_used(rows: Any, make: Callable[..., Any]) ->
         make().fit(rows.selectExpr("x", "case when id > 0 then y end as y"))
     with pytest.raises(ValueError, match="validation='nonesuch': there is no such column"):
         make(validation="nonesuch").fit(rows)
+    with pytest.raises(DataError, match=r"train data: there are 3 rows for 4 ranks.* set num_proc to 3 or"):
+        make().fit(rows.limit(3))
+
+
+def test_columns_without_numbers_are_refused_at_the_call(rows: Any, make: Callable[..., Any]) -> None:
+    texts = rows.selectExpr("x", "y", "id", "string(y) as text", "array(string(y)) as texts")
+    for changed, named in (
+        ({"feature_cols": ["x", "text"]}, "feature_cols: column 'text' is of type string.*StringIndexer"),
+        ({"feature_cols": ["texts"]}, "feature_cols: column 'texts' is of type array<string>"),
+        ({"label_cols": ["text"]}, "label_cols: column 'text' is of type string"),
+        ({"validation": "text"}, "validation='text': that column is of type string; expected booleans"),
+        (
+            {"feature_cols": ["id", "y"], "label_cols": ["x"]},
+            "columns 'id', 'y' as a tuple.*VectorAssembler",
+        ),
+    ):
+        with pytest.raises(DataError, match=named):
+            make(**changed).fit(texts)
+    model = make(num_proc=2).fit(rows)
+    with pytest.raises(DataError, match="column 'x' is of type string, and the model was trained on float64"):
+        model.transform(texts.selectExpr("text as x"))
+
+
+def test_more_ranks_than_slots_are_refused_before_the_data_are_written(
+    rows: Any, make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyhvd.spark.ml.estimator.EXECUTORS_START_S", 0.0)
+    with pytest.raises(SparkError, match="num_proc=9, and the cluster has 4 slots: set num_proc to 4"):
+        make(num_proc=9).fit(rows)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_null_vector_is_named(spark: Any, rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
+    holed = rows.selectExpr("case when id != 7 then x end as x", "y")
+    named = "column 'x' holds 1 nulls among .* drop the rows"
+    model = make(num_proc=2).fit(rows)
+    with pytest.raises(Exception, match=named):
+        model.transform(holed).collect()
+    with pytest.raises(DataError, match="train data: " + named):
+        make().fit(holed)
+    with pytest.raises(DataError, match=named):
+        pyhvd.spark.prepare(holed, tmp_path / "prepared")
+    with pytest.raises(hvd.RankFailedError, match=named):
+        pyhvd.spark.run(count_rows, df=holed, num_proc=2, verbose=0)
+
+
+def count_rows() -> int:
+    hvd.init()
+    return len(pyhvd.spark.partition(equal_steps=False).read()["y"])

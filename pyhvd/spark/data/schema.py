@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 _PLAIN = {
     "byte", "short", "integer", "long", "float", "double", "boolean", "date", "timestamp", "timestamp_ntz",
     "string", "varchar", "char", "binary",
+}  # fmt: skip
+# Of Spark, then of numpy where its name is another.
+_NUMBERS = {
+    "boolean", "tinyint", "smallint", "int", "bigint", "float", "double", "vector",
+    "bool", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
 }  # fmt: skip
 
 
@@ -89,8 +95,13 @@ def named(name: str) -> Column:
     return functions.col("`" + name.replace("`", "``") + "`")
 
 
+def holds_numbers(kind: str) -> bool:
+    """Return whether a type, by Spark's or numpy's name, is of numbers or booleans, or arrays of them."""
+    return re.sub("array<|>", "", kind) in _NUMBERS
+
+
 def expression(name: str, kind: Any) -> Column:
-    """Return the values of a column of type `kind`; vectors of Spark ML become lists.
+    """Return the values of a column of type `kind`; vectors of Spark ML become lists, null stays null.
 
     Raises
     ------
@@ -100,8 +111,10 @@ def expression(name: str, kind: Any) -> Column:
     column = named(name)
     if type(kind).__name__ == "VectorUDT":
         from pyspark.ml.functions import vector_to_array
+        from pyspark.sql import functions
 
-        return vector_to_array(column)
+        # Spark's function fails at a null, and names no column.
+        return functions.when(column.isNotNull(), vector_to_array(column))
     inner = kind
     while inner.typeName() == "array":
         inner = inner.elementType

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,9 +76,14 @@ class Shard:
         self.total_rows = total_rows
         self.steps = -(-rows // plan.batch_size)
         self._pieces = len(source.lengths)
-        self._load = functools.cache(source.load) if plan.cache else source.load
+        self._source = source
+        self._cached: dict[int, Batch] = {}
         self._rank = rank
         self._plan = plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the cached pieces: another process reads its own."""
+        return self.__dict__ | {"_cached": {}}
 
     def epoch(self, number: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch: dicts of column name to array, of up to `batch_size` rows.
@@ -135,6 +139,14 @@ class Shard:
                     mixed = generator.permutation(len(next(iter(batch.values()))))
                     batch = {name: values[mixed] for name, values in batch.items()}
                 yield batch
+
+    def _load(self, number: int) -> Batch:
+        found = self._cached.get(number)
+        if found is None:
+            found = self._source.load(number)
+            if self._plan.cache:
+                self._cached[number] = found
+        return found
 
     def _gather(self, numbers: Sequence[int]) -> Batch:
         """Return a copy of several pieces as one batch."""

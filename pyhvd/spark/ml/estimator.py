@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator as SparkEstimator
 
-from pyhvd.spark.api import run
+from pyhvd.spark.api import active_context, run
+from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.prepare import prepare
 from pyhvd.spark.data.schema import named
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.errors import DataError
 from pyhvd.spark.ml.model import Model, param
 from pyhvd.spark.ml.model_metadata import ModelDescription
+from pyhvd.spark.ml.prediction import plain_columns
 from pyhvd.spark.ml.runs import Run
-from pyhvd.spark.ml.settings import check, check_metrics, trainer_of
+from pyhvd.spark.ml.settings import check, check_columns, check_metrics, trainer_of
 from pyhvd.spark.ml.training import FitPlan, Fitted, Metric, TrainFn, fit_on_rank
+from pyhvd.spark.slots import EXECUTORS_START_S, count_slots, require_slots
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -172,6 +175,7 @@ class Estimator(SparkEstimator):
             raise ValueError(
                 "validation splits a DataFrame: with prepared data, give validation_path instead"
             )
+        self._require_slots(values)
         return self._train(values, self._run(values), train_path, validation_path)
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:  # noqa: N802, N803
@@ -195,10 +199,14 @@ class Estimator(SparkEstimator):
         values = self._values()
         validation = values["validation"]
         check_metrics(values, validating=validation is not None)
+        kinds = {field.name: field.dataType.simpleString() for field in dataset.schema.fields}
+        check_columns(values, kinds, plain_columns(kinds, values["feature_cols"]))
         current = self._run(values)
         paths = [current.data_path("train"), current.data_path("validation")]
+        parts = split(dataset, validation, values["seed"])
+        self._require_slots(values)
         try:
-            for rows, path in zip(split(dataset, validation, values["seed"]), paths, strict=False):
+            for rows, path in zip(parts, paths, strict=False):
                 self._prepare(values, rows, path)
             return self._train(values, current, paths[0], None if validation is None else paths[1])
         finally:
@@ -225,6 +233,11 @@ class Estimator(SparkEstimator):
         return values
 
     @staticmethod
+    def _require_slots(values: Mapping[str, Any]) -> None:
+        if values["num_proc"] is not None:
+            require_slots(active_context(), values["num_proc"], EXECUTORS_START_S)
+
+    @staticmethod
     def _run(values: Mapping[str, Any]) -> Run:
         name = values["run_id"] or f"run-{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
         return Run(values["store"], name)
@@ -232,7 +245,15 @@ class Estimator(SparkEstimator):
     def _train(self, values: Mapping[str, Any], current: Run, train: str, validation: str | None) -> Model:
         dataset = current.store.get_parquet_dataset(train)
         features = dataset.choose(values["feature_cols"])
-        dataset.choose(values["label_cols"])
+        labels = values["label_cols"]
+        kinds = {column.name: column.dtype for column in (*features, *dataset.choose(labels))}
+        check_columns(values, kinds, features)
+        ranks = values["num_proc"] or count_slots(active_context())
+        if dataset.rows < ranks:
+            raise DataError(
+                f"train data: there are {dataset.rows} rows for {ranks} ranks, and each needs at least one:"
+                f" set num_proc to {dataset.rows} or fewer, or give more rows"
+            )
         names = ("feature_cols", "label_cols", "batch_size", "epochs", "shuffle", "seed", "cache")
         plan = FitPlan(
             current,
@@ -249,7 +270,6 @@ class Estimator(SparkEstimator):
             **values["run_options"],
         )
         (fitted,) = (each for each in results if each is not None)
-        labels = values["label_cols"]
         description = ModelDescription(
             features,
             fitted.outputs,
@@ -259,7 +279,7 @@ class Estimator(SparkEstimator):
             current.id,
         )
         trained = Model(description, fitted.predict)
-        trained.save(current.model_path(), current.store.storage_options)
+        trained.store_in(Folder(current.model_path(), current.store.storage_options))
         if values["verbose"]:
             _log.info("the model of run %r is in %s", current.id, current.model_path())
         return trained
@@ -276,6 +296,12 @@ def split(df: DataFrame, validation: float | str | None, seed: int) -> list[Data
     if validation not in df.columns:
         raise ValueError(
             f"validation={validation!r}: there is no such column; there are {', '.join(df.columns)}"
+        )
+    kind = df.schema[validation].dataType.simpleString()
+    if not plain_columns({validation: kind}, [validation]):
+        raise DataError(
+            f"validation={validation!r}: that column is of type {kind}; expected booleans or numbers, true or"
+            f" above 0 for rows to validate with, as df.withColumn('held', df[{validation!r}] == 'test') adds"
         )
     chosen = named(validation).cast("double") > 0
     held = functions.coalesce(chosen, functions.lit(False))

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import msgspec
+from pyspark import SparkContext
 from pyspark.ml import Model as SparkModel
 from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
 
+from pyhvd.common.urls import is_url
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column
-from pyhvd.spark.data.schema import expression, named
+from pyhvd.spark.data.schema import expression, holds_numbers, named
 from pyhvd.spark.errors import DataError, require_columns
 from pyhvd.spark.ml.model_metadata import ModelDescription
 from pyhvd.spark.ml.prediction import Predictor, spark_type
@@ -34,8 +37,10 @@ def param(name: str, text: str, convert: Callable[[Any], Any] | None = None) -> 
     return Param(Params._dummy(), name, text, convert)
 
 
-class Model(SparkModel):
+class Model(SparkModel, MLWritable, MLReadable["Model"]):
     """A trained model, which adds its outputs to a DataFrame; :meth:`Estimator.fit` returns one.
+
+    Spark ML can write and read it, alone and as a stage of a PipelineModel: ``model.write().save(path)``.
 
     Attributes
     ----------
@@ -65,6 +70,8 @@ class Model(SparkModel):
 
     def __init__(self, description: ModelDescription, predict: bytes) -> None:
         super().__init__()
+        if description.uid:
+            self._resetUid(description.uid)
         self._description = description
         self._predict = predict
         self.history = [dict(measures) for measures in description.history]
@@ -86,36 +93,61 @@ class Model(SparkModel):
         return loaded
 
     def save(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
-        """Write the model into a new folder, or into that of an older model.
+        """Write the model into a new folder; this needs no Spark session.
 
         Parameters
         ----------
         path : str or path
-            A local path, or any URL that fsspec knows.
+            A local path, or any URL that fsspec knows. With a session, a path without a scheme is on Hadoop's
+            default file system, as for Spark's own models.
         storage_options : mapping, optional
             Options of the file system, e.g. keys.
+
+        Raises
+        ------
+        DataError
+            The path exists. ``model.write().overwrite().save(path)`` replaces it.
         """
+        folder = _folder(path, storage_options)
+        _refuse_existing(folder)
+        self.store_in(folder)
+
+    def store_in(self, folder: Folder) -> None:
+        """Write the model's files into a folder, over those of an older model."""
         description = msgspec.structs.replace(
             self._description,
             output_cols=tuple(self.getOrDefault(self.output_cols)),
             batch_size=self.getOrDefault(self.batch_size),
+            uid=self.uid,
         )
-        folder = Folder(path, storage_options)
         folder.write(_PREDICT, self._predict)
         folder.write(_DESCRIPTION, description.encode())
 
+    def write(self) -> MLWriter:
+        """Return Spark ML's writer, which a PipelineModel uses too.
+
+        It writes the files of :meth:`save`, and Spark's ``metadata`` beside them.
+        """
+        return ModelWriter(self)
+
+    @classmethod
+    def read(cls) -> MLReader[Model]:
+        """Return Spark ML's reader; its ``load(path)`` is :meth:`load`."""
+        return ModelReader()
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Model:
-        """Return the model of a folder that :meth:`save` wrote; each fit saves its model so.
+        """Return the model of a folder that :meth:`save` or :meth:`write` wrote; each fit saves its model so.
 
-        Load only models that you trust: unpickling the model's function can run any code.
+        The model's function is unpickled when it predicts, not here. Load only models that you
+        trust, as with torch.load: unpickling can run any code.
 
         Raises
         ------
         DataError
             The folder has no model, or the model is damaged.
         """
-        folder = Folder(path, storage_options)
+        folder = _folder(path, storage_options)
         try:
             description = ModelDescription.decode(folder.read(_DESCRIPTION))
             predict = folder.read(_PREDICT)
@@ -136,6 +168,12 @@ class Model(SparkModel):
         features = []
         for column in self._description.features:
             made = expression(column.name, kinds[column.name])
+            kind = kinds[column.name].simpleString()
+            if column.dtype != "object" and not holds_numbers(kind):
+                raise DataError(
+                    f"column {column.name!r} is of type {kind}, and the model was trained on {column.dtype}:"
+                    " cast it, or encode it as for the training"
+                )
             source = dataset.columns.index(column.name)
             if type(kinds[column.name]).__name__ == "VectorUDT":
                 source = len(columns)
@@ -165,3 +203,52 @@ class Model(SparkModel):
         return [
             msgspec.structs.replace(column, name=name) for name, column in zip(names, described, strict=True)
         ]
+
+
+class ModelWriter(MLWriter):
+    """Writes a Model as Spark ML does; see :meth:`Model.write`."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._model = model
+
+    def saveImpl(self, path: str) -> None:  # noqa: N802 - Spark's
+        """Write the files; with ``overwrite()``, Spark has removed older ones.
+
+        Raises
+        ------
+        DataError
+            The path exists.
+        """
+        folder = _folder(path, None)
+        _refuse_existing(folder)
+        # Spark's file comes last: without it a reader of Spark ML finds no model.
+        self._model.store_in(folder)
+        DefaultParamsWriter.saveMetadata(self._model, path, self.sc)
+
+
+class ModelReader(MLReader["Model"]):
+    """Reads a Model as Spark ML does; see :meth:`Model.read`."""
+
+    def load(self, path: str) -> Model:
+        """Return the model of a folder; see :meth:`Model.load`."""
+        return Model.load(path)
+
+
+def _refuse_existing(folder: Folder) -> None:
+    if folder.exists():
+        raise DataError(
+            f"{folder.path} exists: save into a new folder, or replace it with"
+            " model.write().overwrite().save(path)"
+        )
+
+
+def _folder(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Folder:
+    """Return the folder that Spark means by a path: one without a scheme is on its default file system."""
+    context = SparkContext._active_spark_context
+    if context is not None and storage_options is None and not is_url(os.fspath(path)):
+        hadoop: Any = context._jvm.org.apache.hadoop.fs.Path(os.fspath(path))
+        system = hadoop.getFileSystem(context._jsc.hadoopConfiguration())
+        if system.getScheme() != "file":
+            path = system.makeQualified(hadoop).toString()
+    return Folder(path, storage_options)

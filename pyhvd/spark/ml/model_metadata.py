@@ -20,6 +20,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
     history: list[dict[str, float]]
     run_id: str
     version: int = 1
+    uid: str = ""
 
     def encode(self) -> bytes:
         """Return the metadata as JSON; nan and inf, which JSON lacks, become strings."""

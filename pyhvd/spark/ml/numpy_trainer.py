@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 import pyhvd as hvd
+from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.errors import DataError
+from pyhvd.spark.ml.prediction import describe_outputs
 from pyhvd.spark.ml.training import Batch, Metric, Training, apply_metrics, means_over
 
 Array = npt.NDArray[Any]
@@ -146,3 +148,24 @@ def _check_gradients(parameters: Arrays, gradients: Mapping[str, Array]) -> None
                 f"model.gradients must return an array of each parameter's name and shape: {name!r} is"
                 f" {wanted.get(name, 'no parameter')}, its gradient {given.get(name, 'missing')}"
             )
+
+
+def check_takes(model: NumpyModel, columns: Sequence[Column]) -> None:
+    """Predict rows of ones, to see whether a model takes several columns.
+
+    Raises
+    ------
+    DataError
+        It does not: it expects one array, and gets a tuple.
+    """
+    rows = len(columns) + 1  # so that a row is not taken for a column
+    try:
+        outputs = model.predict(tuple(np.ones((rows, *each.shape), each.dtype) for each in columns))
+        describe_outputs(outputs, rows)
+    except Exception as exc:
+        names = ", ".join(repr(each.name) for each in columns)
+        raise DataError(
+            f"feature_cols: the model's predict gets columns {names} as a tuple of {len(columns)} arrays, and"
+            f" fails for it ({type(exc).__name__}: {exc}): assemble them into one vector column"
+            " (pyspark.ml.feature.VectorAssembler), or let predict and gradients take a tuple"
+        ) from exc

@@ -6,7 +6,7 @@ It runs in Spark tasks. Rank 0 also runs it once after training, to describe the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,13 @@ def spark_type(column: Column) -> str:
     """Return the type of the DataFrame's column: numbers, or flat lists of numbers."""
     name = _SPARK_TYPES[column.dtype]
     return f"array<{name}>" if column.shape else name
+
+
+def plain_columns(kinds: Mapping[str, str], names: Sequence[str]) -> list[Column]:
+    """Return the columns of a DataFrame that the batches have, or none if one has no plain numbers."""
+    dtypes = {kind: dtype for dtype, kind in _SPARK_TYPES.items()}
+    columns = [Column(name, dtypes[kinds[name]]) for name in names if kinds.get(name) in dtypes]
+    return columns if len(columns) == len(names) else []
 
 
 def to_arrow(array: Array) -> Any:

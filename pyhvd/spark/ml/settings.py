@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from pyhvd.spark.data.manifest import Column
+from pyhvd.spark.data.schema import holds_numbers
 from pyhvd.spark.data.store import Store
-from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel, NumpyTrainer
+from pyhvd.spark.errors import DataError
+from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel, NumpyTrainer, check_takes
 from pyhvd.spark.ml.training import TrainFn
 
 _OWN = ("fn", "args", "kwargs", "num_proc", "verbose")
@@ -35,6 +38,31 @@ def check(values: Mapping[str, Any]) -> None:
             f"run_options: {taken[0]!r} is not allowed: the Estimator passes it to pyhvd.spark.run itself"
         )
     trainer_of(values)
+
+
+def check_columns(values: Mapping[str, Any], kinds: Mapping[str, str], features: Sequence[Column]) -> None:
+    """Raise DataError for columns that the model cannot be trained on, by name; a train_fn takes any.
+
+    Parameters
+    ----------
+    values : mapping
+        The arguments of the Estimator.
+    kinds : mapping of str to str
+        The types of the columns, as Spark or numpy names them.
+    features : sequence of Column
+        The feature columns, or none if the shapes of their rows are not known yet.
+    """
+    if values["train_fn"] is not None:
+        return
+    for name in ("feature_cols", "label_cols"):
+        for column in values[name]:
+            if not holds_numbers(kinds.get(column, "double")):  # a missing column is refused elsewhere
+                raise DataError(
+                    f"{name}: column {column!r} is of type {kinds[column]}, and a model needs numbers:"
+                    " encode it (pyspark.ml.feature.StringIndexer, OneHotEncoder), or cast it"
+                )
+    if len(features) > 1 and isinstance(trainer_of(values), NumpyTrainer):
+        check_takes(values["model"], features)
 
 
 def check_metrics(values: Mapping[str, Any], *, validating: bool) -> None:

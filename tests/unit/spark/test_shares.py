@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -122,6 +123,14 @@ def test_a_cached_piece_is_read_once() -> None:
         assert sorted(source.loaded) == [0] * times + [1] * times
 
 
+def test_a_cached_shard_goes_to_a_spawned_worker_without_its_pieces() -> None:
+    data = Rows([3, 3], 0, 1).shard(0, 6, 6, 2, shuffle=True, cache=True)
+    expected = [batch["row"].tolist() for batch in data.epoch(1)]
+    copy = pickle.loads(pickle.dumps(data))
+    assert (len(data._cached), len(copy._cached)) == (2, 0)
+    assert [batch["row"].tolist() for batch in copy.epoch(1)] == expected
+
+
 def test_an_epoch_may_be_left_early() -> None:
     data = Rows([3] * 40, 0, 1).shard(0, 120, 120, 2, shuffle=True)
     epoch = data.epoch(0)
@@ -156,6 +165,8 @@ def test_the_description_survives_its_file() -> None:
     assert DATASET.choose(["label"]) == (Column("label", "int64"),)
     with pytest.raises(DataError, match=r"no column 'labels'; there are pixels, label"):
         DATASET.choose(["labels"])
+    with pytest.raises(DataError, match=r"no column is chosen: name at least one; there are pixels, label"):
+        DATASET.choose([])
 
 
 @pytest.mark.parametrize(
