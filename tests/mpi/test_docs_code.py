@@ -101,7 +101,8 @@ def test_script_parses(block: Block) -> None:
 
 
 def test_the_mpijob_starts_a_job_and_has_shared_memory() -> None:
-    (job,) = (yaml.safe_load(block.code) for block in BLOCKS if block.tags == ("yaml",))
+    read = [yaml.safe_load(block.code) for block in BLOCKS if block.tags == ("yaml",)]
+    (job,) = (each for each in read if each.get("kind") == "MPIJob")
     pods = {name: each["template"]["spec"] for name, each in job["spec"]["mpiReplicaSpecs"].items()}
     (launcher,), (worker,) = pods["Launcher"]["containers"], pods["Worker"]["containers"]
     assert launcher["command"][0] == "pyhvdrun"
