@@ -60,7 +60,13 @@ def take_messages(received: bytearray) -> Iterator[tuple[str, Any]]:
     while not received.startswith(CRASH) and (end := received.find(b"\n")) >= 0:
         line = bytes(received[:end])
         del received[: end + 1]
-        what, value = json.loads(line)
+        try:
+            what, value = json.loads(line)
+        except ValueError:
+            if (torn := line.find(CRASH)) < 0:
+                raise
+            received[:0] = line[torn:] + b"\n"  # one thread crashed while another one sent a message
+            return
         yield what, value
     if len(received) > MAX_LINE:
         raise ValueError(f"a line of more than {MAX_LINE} bytes")

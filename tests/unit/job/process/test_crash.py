@@ -66,6 +66,14 @@ def test_a_report_has_the_line_in_place_of_the_remedy() -> None:
     assert describe_unreported(-9, "")[2].endswith("(signal 9); was it out of memory? (see dmesg)")
 
 
+def test_a_crash_may_tear_a_message() -> None:
+    line = RankLine(print, print)
+    line.feed(b'["up", true]\n["report", [{"rank"Fatal Python error: ')
+    line.feed(b"Bus error\n\nStack")
+    assert line.up
+    assert line.crash == b"Fatal Python error: Bus error\n\nStack"
+
+
 def crash(kind: str, write: int) -> None:
     tell(write, UP, True)
     if kind == "caught":
