@@ -392,6 +392,33 @@ def test_killed_rank_is_named(tmp_path: Path, launched: bool, number: signal.Sig
     assert is_last(ended, line, launched), ended.err
 
 
+@pytest.mark.any_mpi
+@both
+def test_a_crash_inside_of_mpi_names_the_line_or_the_function(
+    tmp_path: Path, launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI prints a stack of its own, and UCX does if it may; else Python's line is known."""
+    path = script(
+        tmp_path,
+        TOGETHER
+        + "import ctypes, resource\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        + "buffer = (ctypes.c_char * 4096).from_address(1 << 40)\ndef step():\n"
+        + "    MPI.COMM_WORLD.Send([buffer, 4096, MPI.BYTE], dest=0)\n"
+        + "if rank == 1: step()\nMPI.COMM_WORLD.Recv(bytearray(4096), source=1)\n",
+    )
+    killed = "was killed by SIGSEGV (signal 11)"
+    [line] = [line for line in run_both(launched, 2, path).err.splitlines() if killed in line]
+    if LIBRARY.family != "Open MPI":
+        assert f"{killed} at {path}:" in line
+        assert line.endswith(" in step: MPI.COMM_WORLD.Send([buffer, 4096, MPI.BYTE], dest=0)")
+    if launched:  # else nobody but mpiexec reads the rank's stderr
+        monkeypatch.setenv("UCX_HANDLE_ERRORS", "bt")
+        ended = run_both(launched, 2, path)
+        assert ended.code == 139
+        assert f"{killed}; set PYTHONFAULTHANDLER=1 to see where; in MPI_Send: " in ended.last
+        assert "0x10000000000" in ended.last
+
+
 @both
 def test_killed_supervisor_takes_its_rank_along(tmp_path: Path, launched: bool) -> None:
     path = script(tmp_path, TOGETHER + "os.write(1, b'pid %d\\n' % os.getpid())\ntime.sleep(60)\n")

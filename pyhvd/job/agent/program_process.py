@@ -144,7 +144,8 @@ class ProgramProcess(RankProcess):
         if self.code == 0 and not self._line.up:
             self.result = b""
             return None
-        kind, code, text = describe_unreported(self.code, self._line.tentative)
+        crash = self._describe_crash(self.code)
+        kind, code, text = describe_unreported(self.code, self._line.tentative, crash)
         who = f"rank {self._rank} of {self._size} on host {socket.gethostname()} (pid {self.pid})"
         report = ExitReport(self._rank, kind, code, f"pyhvd: {who} {text}", titled=True)
         return Failed(report, silent=kind == EXIT and self.code != 0)

@@ -19,9 +19,9 @@ import msgspec
 from pyhvd.job.messages import Failed, Start
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import OF_RANKS, own_environment, without
-from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL, ExitReport
+from pyhvd.job.process.exit_report import EXIT, LOST, ExitReport, describe_unreported
 from pyhvd.job.process.rank_line import RankLine
-from pyhvd.job.process.signals import describe_exit, shell_code
+from pyhvd.job.process.signals import describe_exit
 from pyhvd.job.process.supervised import GuardianCommand, SupervisedProcess, read_some
 from pyhvd.job.rank.rank import LENGTH
 
@@ -161,6 +161,7 @@ class RankProcess(SupervisedProcess):
         self.failure: Failed | None = None
         self.result: bytes | None = None
         self._rank = start.rank
+        self._directory = os.getcwd() if program is None else program.directory
         self._events = events
         self._to_rank = memoryview(b"".join((LENGTH.pack(len(code)), code)))
         self._line = RankLine(self._take_entering, self._take_report, self._take_result)
@@ -294,13 +295,18 @@ class RankProcess(SupervisedProcess):
         if code is None:
             return self._failed(LOST, 1, "and its guardian were killed")
         if code < 0:
-            return self._failed(SIGNAL, shell_code(code), describe_exit(code))
+            return self._failed(*describe_unreported(code, "", self._describe_crash(code)))
         if self.result is None:
             text = f"{describe_exit(code)} before the function returned"
             return self._failed(EXIT, code or 1, text, silent=code != 0)
         if code:
             return self._failed(EXIT, code, f"{describe_exit(code)} after the function returned")
         return None
+
+    def _describe_crash(self, code: int) -> tuple[str, str]:
+        from pyhvd.job.process.crash import describe_crash
+
+        return describe_crash(-code, self.pid, self._line.crash, self._last, self._directory)
 
     def _failed(self, kind: str, code: int, text: str, *, silent: bool = False) -> Failed:
         return Failed(ExitReport(self._rank, kind, code, text), silent)

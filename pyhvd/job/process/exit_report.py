@@ -68,7 +68,7 @@ def root_cause(reports: Iterable[ExitReport]) -> ExitReport | None:
     return min(reports, key=lambda report: (_ORDER[report.kind], report.when), default=None)
 
 
-def describe_unreported(code: int, tentative: str) -> tuple[str, int, str]:
+def describe_unreported(code: int, tentative: str, crash: tuple[str, str] = ("", "")) -> tuple[str, int, str]:
     """Return kind, exit code and text for a rank that ended, and failed, without a report of its own.
 
     Parameters
@@ -77,10 +77,13 @@ def describe_unreported(code: int, tentative: str) -> tuple[str, int, str]:
         How the rank's process ended; the negative number of a signal.
     tentative : str
         The last text that it told in case it ends without a report.
+    crash : tuple of str
+        What :func:`pyhvd.job.process.crash.describe_crash` found.
     """
-    text = describe_exit(code)
+    where, quoted = crash
+    text = describe_exit(code, where)
     if code < 0:
-        return SIGNAL, shell_code(code), text
+        return SIGNAL, shell_code(code), f"{text}; {quoted}" if quoted else text
     if tentative:
         return EXIT, 1, f"{text}: {tentative}"
     if code:

@@ -12,6 +12,8 @@ from typing import BinaryIO
 
 STREAMS = {1: "stdout", 2: "stderr"}
 _CHUNK = 1 << 16
+KEPT = 1 << 14
+"""The last bytes of a rank's stderr that are kept: a transport's stack, if a signal kills the rank."""
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 # Foregrounds of the ranks' prefixes: all but black, red and white.
 _COLOURS = (36, 33, 32, 35, 34)
@@ -161,6 +163,7 @@ class Relay:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         self.closed = False
+        self.last = b""  # of what has arrived on stderr
         self.meanwhile: Callable[[], None] = lambda: None
 
     def fileno(self) -> int:
@@ -188,6 +191,8 @@ class Relay:
         if not chunk:
             self.closed = True
             return
+        if self._target == 2:
+            self.last = (self.last + chunk)[-KEPT:]
         if self._file is not None:
             self._file.write(chunk)
         self._show(self._lines.take(chunk))

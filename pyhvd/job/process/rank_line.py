@@ -11,6 +11,8 @@ REPORT     how the rank fails: an :class:`ExitReport`, and the pickled exception
 RESULT     the number of bytes that follow: what the rank's function returned. It is the last message
 =========  =============================================================================================
 
+After MPI_Init, a rank that crashes writes its Python stack last, which is no message (:func:`tell_crashes`).
+
 The watcher makes the line for a rank that it starts, and unpickles nothing.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,6 +36,8 @@ REPORT = "report"
 RESULT = "result"
 EXIT_HANDLERS_S = 0.5
 """After reporting a failure, a rank that runs a program has this long for its exit handlers."""
+CRASH = b"Fatal Python error: "
+"""The text of faulthandler begins so."""
 MAX_LINE = 1 << 26
 """Most bytes of a line: a report has a text and a traceback, and an exception."""
 
@@ -45,15 +50,23 @@ def dump_message(what: str, value: object) -> bytes:
 def take_messages(received: bytearray) -> Iterator[tuple[str, Any]]:
     """Take the complete messages from the bytes that have arrived; yield what and value of each.
 
+    A rank's last text about a crash stays.
+
     Raises
     ------
     ValueError
         The bytes are no messages.
     """
-    while (end := received.find(b"\n")) >= 0:
+    while not received.startswith(CRASH) and (end := received.find(b"\n")) >= 0:
         line = bytes(received[:end])
         del received[: end + 1]
-        what, value = json.loads(line)
+        try:
+            what, value = json.loads(line)
+        except ValueError:
+            if (torn := line.find(CRASH)) < 0:
+                raise
+            received[:0] = line[torn:] + b"\n"  # one thread crashed while another one sent a message
+            return
         yield what, value
     if len(received) > MAX_LINE:
         raise ValueError(f"a line of more than {MAX_LINE} bytes")
@@ -70,6 +83,36 @@ def tell(fd: int, what: str, value: object, *pieces: bytes | memoryview) -> None
 def tell_report(fd: int, report: ExitReport, exception: bytes = b"") -> None:
     """Send how this rank fails, and the pickled exception."""
     tell(fd, REPORT, [asdict(report), base64.b64encode(exception).decode()])
+
+
+def tell_crashes(fd: int) -> None:
+    """Let a signal that kills this process first write the line of the program at which it is.
+
+    Only where nobody else catches the signals: Open MPI and UCX print a stack of their own, and would not
+    know the address at fault if faulthandler passed the signal on. A forked child writes nothing.
+    """
+    if _is_caught(signal.SIGSEGV):
+        return
+    import faulthandler
+
+    faulthandler.enable(fd, all_threads=False)
+    os.register_at_fork(after_in_child=lambda: _silence(fd))
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether this process has a handler for a signal, from C too; True if that is not known."""
+    try:
+        with open("/proc/self/status") as status:
+            [caught] = [int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")]
+    except (OSError, ValueError):
+        return True
+    return bool(caught >> (number - 1) & 1)
+
+
+def _silence(fd: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
 
 
 @dataclass(eq=False)
@@ -103,6 +146,11 @@ class RankLine:
     segments: Sequence[str] = ()
     left: int | None = None
     _received: bytearray = field(default_factory=bytearray)
+
+    @property
+    def crash(self) -> bytes:
+        """What the rank wrote about a signal that killed it; empty if it wrote nothing."""
+        return bytes(self._received) if self._received.startswith(CRASH) else b""
 
     def feed(self, data: bytes) -> None:
         """Take in bytes that have arrived; raise ValueError if they are no messages."""

@@ -24,10 +24,9 @@ BLOCKED_OVER_FORK = (*FORWARDED, signal.SIGCHLD)
 
 _HINTS = {
     signal.SIGKILL: "; was it out of memory? (see dmesg)",
-    signal.SIGSEGV: "; set PYTHONFAULTHANDLER=1 to see where",
-    signal.SIGBUS: "; is /dev/shm full? PYTHONFAULTHANDLER=1 shows where",
-    signal.SIGABRT: "; set PYTHONFAULTHANDLER=1 to see where",
+    signal.SIGBUS: "; is /dev/shm full?",
 }
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 def to_handle() -> list[signal.Signals]:
@@ -63,15 +62,20 @@ def describe_waiting(ranks: Sequence[int]) -> str:
     return f"pyhvd: {describe_ranks(ranks)} {verb} still stopping, and {killed}"
 
 
-def describe_exit(code: int) -> str:
-    """Describe how a process ended: by its exit code, or by a signal if the code is negative."""
+def describe_exit(code: int, where: str = "") -> str:
+    """Describe how a process ended: by its exit code, or by a signal if the code is negative.
+
+    `where`: the line of the program at which the signal killed it, if that is known.
+    """
     if code >= 0:
         return f"exited with code {code}"
     try:
         number = signal.Signals(-code)
     except ValueError:
         return f"was killed by an unnamed signal (signal {-code})"
-    return f"was killed by {number.name} (signal {-code}){_HINTS.get(number, '')}"
+    killed = f"was killed by {number.name} (signal {-code})" + (f" {where}" if where else "")
+    remedy = "; set PYTHONFAULTHANDLER=1 to see where" if number in _CRASHES and not where else ""
+    return killed + _HINTS.get(number, "") + remedy
 
 
 def shell_code(code: int) -> int:

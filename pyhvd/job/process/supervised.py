@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyhvd.job.process.guardian import signal_group
+from pyhvd.job.process.output import KEPT
 from pyhvd.job.process.signals import PAUSING
 
 _CHUNK = 1 << 16
@@ -97,6 +98,7 @@ class SupervisedProcess:
         self._on_output = on_output
         self._on_end = on_end
         self._kill_s = kill_s
+        self._last = b""  # of what has arrived on stderr
         self._told = b""  # by the guardian: the process's id, then its exit code
         self._held = False
         self._life, life = socket.socketpair()
@@ -196,6 +198,8 @@ class SupervisedProcess:
     def _read_output(self, stream: int, fd: int) -> bool:
         data = read_some(fd)
         if data:
+            if stream == 2:
+                self._last = (self._last + data)[-KEPT:]
             self._on_output(stream, data)
         elif data is not None:
             self._forget(fd)

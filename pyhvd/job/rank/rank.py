@@ -21,7 +21,7 @@ from pyhvd.errors import TransportError
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, SECONDARY, ExitReport, kind_of
-from pyhvd.job.process.rank_line import ENTERING, RESULT, tell, tell_report
+from pyhvd.job.process.rank_line import ENTERING, RESULT, tell, tell_crashes, tell_report
 from pyhvd.job.rank.generation_env import MadeRoom
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.job.rank.pickles import dump
@@ -55,7 +55,11 @@ def run_rank(control: socket.socket, *, sends_exception: bool = False) -> int:
         if os.getpid() == pid:
             tell(control.fileno(), ENTERING, True)
 
-    watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, enter)
+    def entered() -> None:
+        if os.getpid() == pid:
+            tell_crashes(control.fileno())
+
+    watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, enter, entered)
     import cloudpickle
 
     try:

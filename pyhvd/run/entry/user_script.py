@@ -19,7 +19,7 @@ from pyhvd.job.mpi.abort import can_end_job, drain_output
 from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, ExitReport, kind_of
-from pyhvd.job.process.rank_line import ENTERING, SEGMENTS, TENTATIVE, UP, tell, tell_report
+from pyhvd.job.process.rank_line import ENTERING, SEGMENTS, TENTATIVE, UP, tell, tell_crashes, tell_report
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.run.horovod_name import offer_horovod
 from pyhvd.transport.mpi.ending import take_over, watch_abort
@@ -124,9 +124,11 @@ class _Ending:
         self._tell(ENTERING, True)
 
     def tell_entered(self) -> None:
-        """Tell the supervisor that MPI_Init has returned, and which files it has made."""
+        """Tell the supervisor that MPI_Init has returned, and its files; from now on, also of a crash."""
         self._tell(ENTERING, False)
         self._tell(SEGMENTS, sorted(segments.segments_of(os.getpid())))
+        if self.is_own:
+            tell_crashes(self._line_fd)
 
     def tell_up(self) -> None:
         """Tell the supervisor that pyhvd is up: now even exit code 0 is a failure to the other ranks."""

@@ -117,6 +117,23 @@ def test_a_failed_rank_may_run_its_exit_handlers(launcher: Launcher) -> None:
 
 
 @pytest.mark.any_mpi
+def test_a_crash_names_the_line_or_quotes_mpi(launcher: Launcher, family: str) -> None:
+    program = """
+        import ctypes, resource
+        from mpi4py import MPI
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if MPI.COMM_WORLD.rank == 2:
+            (ctypes.c_char * 1).from_address(1 << 40)[0]
+        MPI.COMM_WORLD.Barrier()
+    """
+    ended = launcher.run(launcher.script(program))
+    assert ended.code == 139, ended
+    where = "in <module>: (ctypes.c_char * 1).from_address(1 << 40)[0]"
+    quoted = "; Signal: Segmentation fault (11); Failing at address: 0x10000000000"
+    assert ended.last.endswith(quoted if family == OPENMPI else where), ended
+
+
+@pytest.mark.any_mpi
 def test_a_host_whose_clock_is_an_hour_ahead(launcher: Launcher, agent: str) -> None:
     """A crash may follow from another one, so the earliest is the cause."""
     ahead = launcher.folder / "ahead"

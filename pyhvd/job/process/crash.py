@@ -1,0 +1,54 @@
+"""Where a rank was when a signal killed it: what Python, and its MPI or UCX, wrote as it died."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+
+# faulthandler's lines begin with the innermost frame.
+_FRAME = re.compile(rb'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+# UCX: "[host:4711 :0:4711] Caught signal 11 (Segmentation fault: ...)", with process and thread.
+# Open MPI: "[host:04711] Signal: Segmentation fault (11)", and maybe "[host:04711] Failing at address: 0x10".
+_CAUGHT = rb"^\[[^\]\s]+:0*%d *(?::\d+ *)*\] ((?:Caught signal %d \(|Signal: [^\n]*\(%d\)$)[^\n]*)"
+_ADDRESS = rb"^\[[^\]\s]+:0*%d\] (Failing at address: \w+)$"
+# In the stack that follows, a function is "(MPI_Send+0x15a)", or "MPI_Send()" if UCX knows debug symbols.
+_FUNCTION = re.compile(rb"[( ]P?(MPI_[A-Z][a-z]\w*?)(?:_c)?(?:\+0x[0-9a-f]+\)|\(\))")
+_MOST = 160
+
+
+def describe_crash(number: int, pid: int, stack: bytes, stderr: bytes, directory: str) -> tuple[str, str]:
+    """Return the line of the program at which a process died, and what its MPI said; empty if unknown.
+
+    Parameters
+    ----------
+    number : int
+        The signal.
+    pid : int
+        The process.
+    stack : bytes
+        What faulthandler wrote.
+    stderr : bytes
+        The last that the process wrote there.
+    directory : str
+        Where the process began: names of files may be relative to it.
+    """
+    frame = _FRAME.search(stack)
+    return "" if frame is None else _describe_frame(frame, directory), _quote_mpi(number, pid, stderr)
+
+
+def _describe_frame(frame: re.Match[bytes], directory: str) -> str:
+    path, line, function = (part.decode(errors="replace") for part in frame.groups())
+    source = linecache.getline(os.path.join(directory, path), int(line)).strip()
+    return f"at {path}:{line} in {function}" + (f": {source[:_MOST]}" if source else "")
+
+
+def _quote_mpi(number: int, pid: int, stderr: bytes) -> str:
+    caught = re.search(_CAUGHT % (pid, number, number), stderr, re.MULTILINE)
+    if caught is None:
+        return ""
+    address = re.compile(_ADDRESS % pid, re.MULTILINE).search(stderr, caught.end())
+    quoted = b"; ".join(found[1] for found in (caught, address) if found is not None)
+    function = _FUNCTION.search(stderr, caught.end())
+    inside = "" if function is None else f"in {function[1].decode()}: "
+    return inside + quoted.decode(errors="replace")[:_MOST]
