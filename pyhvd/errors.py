@@ -167,12 +167,7 @@ class RemoteError(Exception):
 
 
 class ShutDownError(HorovodInternalError):
-    """pyhvd was shut down before this tensor was done; ``rank`` asked for the shutdown.
-
-    ``parted`` is whether that rank of an elastic job has ended while this one went on.
-    """
-
-    parted = False
+    """pyhvd was shut down before this tensor was done; ``rank`` asked for the shutdown."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)

@@ -78,8 +78,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 _flush()
                 returned = isinstance(exc, ShutDownError) and exc.rank not in (-1, rank())
                 time.sleep(_RETURNED_WAIT_S if returned else _LAST_WAIT_S)
-                if isinstance(exc, ShutDownError) and returned:
-                    exc.parted = True
+                if returned:
                     exc.args = (f"{exc}, while this rank went on: {_TOGETHER}",)
             raise
 

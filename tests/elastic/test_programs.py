@@ -76,3 +76,21 @@ train(state)
         "pyhvd.errors.ShutDownError: pyhvd has been shut down: rank 1 has ended, while this rank went on: all"
         " ranks must return from the program together, after equally many steps"
     )
+
+
+def test_a_rank_that_ends_before_the_others_without_an_elastic_function(tmp_path: Path) -> None:
+    """A program that only starts under ``--min-np`` has no state: it would do the same again."""
+    ended = run(
+        tmp_path,
+        """
+for step in range(20):
+    if step == 3 and hvd.rank() == 1:
+        sys.exit(0)
+    hvd.allreduce(1.0, name="x")
+""",
+        ranks=3,
+    )
+    assert ended.returncode == 1, ended
+    assert "generation 1" not in ended.stderr, ended
+    assert ended.stderr.splitlines()[-1].startswith("pyhvd.errors.ShutDownError"), ended
+    assert ended.stderr.splitlines()[-1].endswith("pyhvd has been shut down: rank 1 has ended"), ended

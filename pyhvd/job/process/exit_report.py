@@ -26,7 +26,8 @@ ENDED = "ended"
 _ORDER = {EXCEPTION: 1, EXIT: 1, SIGNAL: 1, INTERRUPT: 2, SECONDARY: 3, PARTED: 3, LOST: 4, ENDED: 5}
 
 # Errors of pyhvd.errors that a rank raises because another rank failed or left; named, to import nothing.
-_SECONDARY_NAMES = {"RankFailedError", "ShutDownError"}
+_SHUT_DOWN = "ShutDownError"
+_SECONDARY_NAMES = {"RankFailedError", _SHUT_DOWN}
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ def describe_unreported(code: int, tentative: str, crash: tuple[str, str] = ("",
     )
 
 
-def kind_of(exc: BaseException) -> str:
-    """Return the kind of an uncaught exception that is no request to end."""
-    if getattr(exc, "parted", False):
+def kind_of(exc: BaseException, rank: int) -> str:
+    """Return the kind of a rank's uncaught exception that is no request to end."""
+    if type(exc).__name__ == _SHUT_DOWN and getattr(exc, "rank", rank) not in (-1, rank):
         return PARTED
     return SECONDARY if is_secondary(exc) else EXCEPTION
 

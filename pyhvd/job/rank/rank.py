@@ -89,7 +89,7 @@ def describe_failure(exc: BaseException, rank: int) -> ExitReport:
     if isinstance(exc, KeyboardInterrupt):
         return ExitReport(rank, INTERRUPT, 130, "was interrupted")
     # MPI's errors mostly follow from the loss of another rank.
-    kind = SECONDARY if isinstance(exc, TransportError) else kind_of(exc)
+    kind = SECONDARY if isinstance(exc, TransportError) else kind_of(exc, rank)
     # The frame of run_rank is not the user's.
     traceback = describe_traceback(exc, skip=1)
     return ExitReport(rank, kind, 1, f"failed: {describe_exception(exc)}", traceback=traceback)

@@ -69,7 +69,7 @@ def run_script(program: list[str], rank_env: RankEnv, line_fd: int) -> int:
             return 130 if isinstance(exc, KeyboardInterrupt) else 1
         if not ending.can_end_job:
             _order_abort(exc)
-        return ending.report(*_classify(exc, ending.who), when)
+        return ending.report(*_classify(exc, ending), when)
     return 0
 
 
@@ -91,6 +91,7 @@ class _Ending:
         self._pid = os.getpid()
         self._code: int | None = None
         self._text = ""
+        self.rank = rank_env.rank
         self.who = f"{rank_env.title} (pid {self._pid})"
         launcher_hooks.supervised = True
         launcher_hooks.tell_up, launcher_hooks.tell_down = self.tell_up, self.tell_down
@@ -112,7 +113,7 @@ class _Ending:
         _flush()
         if self.is_own:
             at = time.time() if when is None else when
-            tell_report(self._line_fd, ExitReport(self._rank_env.rank, kind, code, text, at, titled=True))
+            tell_report(self._line_fd, ExitReport(self.rank, kind, code, text, at, titled=True))
         return code
 
     def tell_tentative(self, text: str) -> None:
@@ -164,12 +165,12 @@ def _flush() -> None:
             stream.flush()
 
 
-def _classify(exc: BaseException, who: str) -> tuple[str, int, str]:
+def _classify(exc: BaseException, ending: _Ending) -> tuple[str, int, str]:
     """Return the kind, the exit code and the text of an uncaught exception."""
     text = _format(exc)
     if isinstance(exc, KeyboardInterrupt):
-        return INTERRUPT, 130, f"{text}pyhvd: {who} was interrupted"
-    return kind_of(exc), 1, f"pyhvd: {who} failed:\n{text}"
+        return INTERRUPT, 130, f"{text}pyhvd: {ending.who} was interrupted"
+    return kind_of(exc, ending.rank), 1, f"pyhvd: {ending.who} failed:\n{text}"
 
 
 def _format(exc: BaseException) -> str:
