@@ -270,7 +270,7 @@ def _look_at_errors(
     for rank in set(survivors) & set(endings):
         ending = endings[rank]
         lost = names if ends_all else [names[host] for host in survivors[rank]]
-        ours = [f"connection to host {name} " in ending.text for name in lost]
+        ours = [f" to host {name} (" in ending.text for name in lost]
         if ending.error != "RankFailedError" or not any(ours):
             outcome.wrong.append(f"rank {rank}: {ending.error}: {ending.text}")
 

@@ -95,9 +95,9 @@ def test_all_hosts_that_hold_the_state_are_lost(site: Site, launcher: Launcher) 
 
 
 def test_a_lost_host_of_the_launcher_leaves_nothing(site: Site, tmp_path: Path) -> None:
-    """The agents of the other hosts hear nothing for 20 s, and end themselves."""
+    """The agents of the other hosts hear nothing for PYHVD_DRIVER_TIMEOUT, and end themselves."""
     east = site.bed.hosts["east"]
-    launcher = site.launcher(tmp_path, east)
+    launcher = site.launcher(tmp_path, east, {"PYHVD_DRIVER_TIMEOUT": "20"})
     job = start(launcher)
     wait_for_step(job, tmp_path, 5)
     site.bed.power_off(east)
