@@ -243,8 +243,11 @@ class ProgressProbe:
             lost = any(state.is_lost for state in snapshot.states.values())
             if lost or places[rank].host == places[0].host:
                 _log.warning("%s", describe_stall(snapshot, places))
+                return
         elif not self.rank_0_answers():
             _log.warning("%s", describe_silence(snapshot, self.where.states([0])[0], places[0]))
+            return
+        self.claim.release()  # another rank of the host may have something to say
 
     def error(self, passed: float) -> HorovodInternalError:
         """Return the error of a rank without progress for ``passed`` s."""

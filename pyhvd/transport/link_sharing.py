@@ -34,7 +34,8 @@ _MOST = 250
 def listen(backlog: int, stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
     """Return a Unix socket that listens in a new folder, and its path; the stack closes and removes both."""
     try:
-        folder = tempfile.mkdtemp(prefix="pyhvd-", dir="/dev/shm")  # a short path: a socket's has 107 bytes
+        # A short path: a socket's has 107 bytes. Of a rank that is killed, segments.sweep() removes it later.
+        folder = tempfile.mkdtemp(prefix="pyhvd-links-", dir="/dev/shm")
     except OSError:
         folder = tempfile.mkdtemp(prefix="pyhvd-")
     stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -33,8 +33,9 @@ _FOLDER = "/dev/shm/"
 _DELETED = " (deleted)"
 # How the names begin that they give to shared memory.
 _OF_MPICH, _OF_OPENMPI, _OF_UCX = "mpich_shm_", "sm_segment.", "ucx_shm_posix_"
-# The meeting place of a host's ranks, and a window's file where the kernel cannot do without a name.
-_OF_PYHVD = "pyhvd-"
+# A window's file where the kernel cannot do without a name (transport/mpi/fabric.py), and the folder in which
+# a host's ranks meet (transport/link_sharing.py). No other name: TMPDIR may be /dev/shm.
+_OF_WINDOW, _OF_LINKS = "pyhvd-window-", "pyhvd-links-"
 # Of Hydra; ranks read it in MPI_Init.
 _OF_HYDRA = "/tmp/hydra_hwloc_xmlfile_*"
 # A file that no process has is left from a job if it is older: a process of another container may have it.
@@ -84,16 +85,16 @@ def remove_of_world(name: str) -> None:
 def sweep(folder: str = _FOLDER, of_hydra: str = _OF_HYDRA) -> None:
     """Remove what jobs of this user have left that did not reach their ends.
 
-    Files that a process has open or mapped stay, as do new ones, and those of Open MPI: its ranks open them
-    at any time.
+    Files that a process has open or mapped stay, as far as this one may see it, as do new ones, and those of
+    Open MPI: its ranks open them at any time.
     """
-    found = [path for name in (_OF_MPICH, _OF_UCX, _OF_PYHVD) for path in glob.glob(f"{folder}{name}*")]
+    found = [path for name in (_OF_MPICH, _OF_UCX, _OF_WINDOW) for path in glob.glob(f"{folder}{name}*")]
     unused = [path for path in found if os.path.isfile(path) and _is_left(path, _OLD_S)]
     if unused:  # they are older than the list of processes
         beginnings = tuple(os.path.basename(path) for path in unused)
         used = {name for process in os.listdir("/proc") for name in _names(process, folder, beginnings)}
         remove(path for path in unused if path.removeprefix(folder) not in used)
-    for path in glob.glob(f"{folder}{_OF_PYHVD}*/"):
+    for path in glob.glob(f"{folder}{_OF_LINKS}*/"):
         if _is_left(path, _VERY_OLD_S):
             remove(glob.glob(f"{path}*"))
             with contextlib.suppress(OSError):

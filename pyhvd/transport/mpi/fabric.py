@@ -237,7 +237,7 @@ def _open_new(folder: str, stack: contextlib.ExitStack) -> tuple[int, str]:
             path = f"/proc/{os.getpid()}/fd/{fd}"
             if os.path.exists(path):
                 return fd, path
-    fd, path = tempfile.mkstemp(prefix="pyhvd-", dir=folder)
+    fd, path = tempfile.mkstemp(prefix="pyhvd-window-", dir=folder)
     stack.callback(os.close, fd)
     stack.callback(os.unlink, path)
     return fd, path

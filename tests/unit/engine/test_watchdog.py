@@ -177,7 +177,9 @@ def test_a_rank_asks_rank_0_and_reports_its_silence(caplog: pytest.LogCaptureFix
     one.answers = True
     assert one.warn() == "", "rank 0 itself reports the stall"
     assert one.asked == 2
-    one.claim.release()
+    two = OneProbe(2, caplog, running=True, hosts="hhh")
+    assert two.warn() != "", "a rank with nothing to say leaves the word to another one"
+    two.claim.release()
 
 
 def test_rank_0_asks_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -204,6 +206,9 @@ def test_a_host_says_of_a_collective_only_what_rank_0_cannot_see(
 ) -> None:
     away = OneProbe(1, caplog, running=True, hosts="hgg")
     assert away.warn() == ""
+    other = HostClaim(away.claim.name)
+    assert other.take(), "it has said nothing"
+    other.release()
     stopped = {0: ProcessState.UNKNOWN, 2: ProcessState.STOPPED}
     monkeypatch.setattr(RankLocations, "states", lambda *_: stopped)
     assert "rank 2 on host g (pid 102): its process is stopped" in away.warn()

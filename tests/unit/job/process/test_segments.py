@@ -33,9 +33,9 @@ def _sweep(folder: Path) -> set[str]:
 
 
 def test_old_files_of_ended_jobs_are_removed(tmp_path: Path) -> None:
-    for name in ("mpich_shm_5f_0", "ucx_shm_posix_5f", "pyhvd-abcd", "hydra_hwloc_xmlfile_abcd"):
+    for name in ("mpich_shm_5f_0", "ucx_shm_posix_5f", "pyhvd-window-abcd", "hydra_hwloc_xmlfile_abcd"):
         _make(tmp_path / name)
-    meeting = tmp_path / "pyhvd-meeting"
+    meeting = tmp_path / "pyhvd-links-abcd"
     meeting.mkdir()
     _make(meeting / "links")
     os.utime(meeting, (0, 0))
@@ -44,22 +44,37 @@ def test_old_files_of_ended_jobs_are_removed(tmp_path: Path) -> None:
 
 def test_new_files_stay(tmp_path: Path) -> None:
     """A rank of another container may have them, whose processes are not seen here."""
-    for name, age in (("mpich_shm_5f_0", 5.0), ("pyhvd-abcd", 5.0), ("hydra_hwloc_xmlfile_abcd", 300.0)):
+    for name, age in (
+        ("mpich_shm_5f_0", 5.0),
+        ("pyhvd-window-abcd", 5.0),
+        ("hydra_hwloc_xmlfile_abcd", 300.0),
+    ):
         _make(tmp_path / name, age)
-    (tmp_path / "pyhvd-meeting").mkdir()
+    (tmp_path / "pyhvd-links-abcd").mkdir()
     assert len(_sweep(tmp_path)) == 4
 
 
 def test_other_files_stay(tmp_path: Path) -> None:
     """Those of Open MPI may be opened later; the others are none of pyhvd's and MPI's."""
-    names = {"sm_segment.host.0.1.0", "own_file", "psm2_shm", "xpyhvd-abcd"}
+    names = {"sm_segment.host.0.1.0", "own_file", "psm2_shm", "xpyhvd-window-abcd"}
     for name in names:
         _make(tmp_path / name)
     assert _sweep(tmp_path) == names
 
 
+def test_the_folders_of_other_parts_stay(tmp_path: Path) -> None:
+    """TMPDIR may be /dev/shm: then a job's private folder and the user's folder are there, and get old."""
+    for name in ("pyhvd-0", "pyhvd-x8a5_w1z"):
+        (tmp_path / name).mkdir()
+        _make(tmp_path / name / "elastic-7.socket")
+        os.utime(tmp_path / name, (0, 0))
+    _make(tmp_path / "pyhvd-first-failure-1-2-3")
+    assert _sweep(tmp_path) == {"pyhvd-0", "pyhvd-x8a5_w1z", "pyhvd-first-failure-1-2-3"}
+    assert (tmp_path / "pyhvd-0" / "elastic-7.socket").exists()
+
+
 @pytest.mark.parametrize("how", [_OPENS, _MAPS])
-@pytest.mark.parametrize("name", ["mpich_shm_5f_0", "pyhvd-abcd"])
+@pytest.mark.parametrize("name", ["mpich_shm_5f_0", "pyhvd-window-abcd"])
 def test_files_of_a_living_process_stay_until_it_ends(tmp_path: Path, how: str, name: str) -> None:
     path = _make(tmp_path / name)
     command = [sys.executable, "-c", _HOLD.format(how=how), str(path)]
