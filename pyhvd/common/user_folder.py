@@ -8,6 +8,7 @@ to sockets in it. If the first one is another user's, the second one is used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import stat
@@ -42,15 +43,20 @@ def make_folder() -> Path:
 def find_folders() -> list[Path]:
     """Return the folders that exist: processes of one user may see different variables.
 
-    A folder of another user is skipped, with a warning.
+    A folder of another user is skipped, with a warning, once.
     """
     found = []
     for folder in _candidates():
         if not (why := _why_not(folder)):
             found.append(folder)
         elif os.path.lexists(folder):
-            _log.warning("skipped: %s", why)
+            _say_skipped(why)
     return found
+
+
+@functools.cache
+def _say_skipped(why: str) -> None:
+    _log.warning("skipped: %s", why)
 
 
 def _candidates() -> list[Path]:
