@@ -348,5 +348,5 @@ def test_a_run_id_is_a_name(run_id: str) -> None:
 
 
 def test_an_extra_that_is_not_installed() -> None:
-    with pytest.raises(SparkError, match=r'nonesuch cannot be imported .*: pip install "pyhvd\[spark\]"'):
+    with pytest.raises(SparkError, match=r'nonesuch, which is not installed: pip install "pyhvd\[spark\]"'):
         needed("nonesuch.module")
