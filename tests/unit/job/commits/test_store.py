@@ -253,9 +253,8 @@ def test_a_store_that_is_away(tmp_path: Path) -> None:
         make("nosuch://folder")
 
 
-def test_a_full_store_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make(tmp_path)
-    data = write(store, 1)
+def fail_to_write(store: CommitStore, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a commit into a store without room: nothing of it is written."""
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -263,7 +262,13 @@ def test_a_full_store_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(store._files, "pipe_file", refuse)
         with pytest.raises(StoreError, match="No space left on device"):
-            write(store, 2)
+            write(store, number)
+
+
+def test_a_full_store_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(tmp_path)
+    data = write(store, 1)
+    fail_to_write(store, 2, monkeypatch)
     assert store.read() == (Seal(1, 0, len(data)), data)
     write(store, 3)
     assert names(tmp_path, ".json") == [(0, 1), (0, 3)]
@@ -297,14 +302,7 @@ def test_a_full_store_does_not_drop_its_last_valid_commit(
     write(store, 2)
     (damaged,) = tmp_path.glob("*-2-*.data")
     change(damaged)
-
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store._files, "pipe_file", refuse)
-        with pytest.raises(StoreError, match="No space left on device"):
-            write(store, 3)
+    fail_to_write(store, 3, monkeypatch)
     assert store.read() == (Seal(1, 0, len(kept)), kept)
 
 
