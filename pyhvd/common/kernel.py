@@ -1,4 +1,4 @@
-"""What the kernel tells of this process: which others share its namespaces and memory, and its limits.
+"""What the kernel tells of this process: whom it shares namespaces and memory with, its limits; names to hold.
 
 Two tasks can share memory if, and only if, they have the same host hash. Spark's address of an executor does
 not tell: two containers of one machine may have the same, and so may two hosts behind one address
@@ -83,3 +83,20 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def hold_name(name: str) -> socket.socket:
+    """Return a socket that has a name of the abstract namespace, which needs no file, until it is closed.
+
+    Raises
+    ------
+    OSError
+        EADDRINUSE: another socket of this network namespace has the name. Only Linux has such names.
+    """
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        holder.bind(f"\0{name}")
+    except OSError:
+        holder.close()
+        raise
+    return holder

@@ -26,6 +26,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pyhvd.common.kernel import hold_name
 from pyhvd.config import Config
 from pyhvd.engine.executor import Executor
 from pyhvd.errors import HorovodInternalError
@@ -170,13 +171,10 @@ class HostClaim:
         """Return whether this rank speaks, until :meth:`release`; it may call this again."""
         if self._held is not None or sys.platform != "linux":
             return True
-        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            held.bind(f"\0{self.name}")  # an abstract name, which needs no file
+            self._held = hold_name(self.name)
         except OSError as exc:
-            held.close()
             return exc.errno != errno.EADDRINUSE
-        self._held = held
         return True
 
     def release(self) -> None:

@@ -10,6 +10,7 @@ import stat
 import sys
 import time
 
+from pyhvd.common.kernel import hold_name
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, RankEnv
 
 # mpiexec kills this process sooner; if it does not, the process leaves.
@@ -46,13 +47,10 @@ def claim_first_failure(parent: int) -> bool:
             return True
     if not sys.platform.startswith("linux"):
         return True
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(f"\0pyhvd-first-failure-{os.getuid()}-{parent}")
+        _claims.append(hold_name(f"pyhvd-first-failure-{os.getuid()}-{parent}"))
     except OSError:
-        claim.close()
         return False
-    _claims.append(claim)
     return True
 
 
