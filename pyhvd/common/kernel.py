@@ -1,4 +1,4 @@
-"""What the kernel tells of this process: whom it shares namespaces and memory with, its limits; names to hold.
+"""What the kernel tells of this process: whom it shares namespaces and memory with, its limits; names.
 
 Two tasks can share memory if, and only if, they have the same host hash. Spark's address of an executor does
 not tell: two containers of one machine may have the same, and so may two hosts behind one address
