@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import shutil
 import time
 from collections.abc import Iterable
 
@@ -54,8 +55,9 @@ def segments_of(process: int, beginnings: tuple[str, ...] = (_OF_MPICH, _OF_OPEN
 def _names(process: int | str, folder: str, beginnings: tuple[str, ...]) -> set[str]:
     """Return the names of files in a folder that a process has open or mapped, without deleted ones."""
     paths: list[str] = []
-    with contextlib.suppress(OSError):
-        paths += [os.readlink(link) for link in glob.glob(f"/proc/{process}/fd/*")]
+    for link in glob.glob(f"/proc/{process}/fd/*"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            paths.append(os.readlink(link))
     with contextlib.suppress(OSError), open(f"/proc/{process}/maps", errors="surrogateescape") as file:
         paths += file.read().splitlines()
     names = {path.partition(folder)[2] for path in paths}
@@ -94,11 +96,9 @@ def sweep(folder: str = _FOLDER, of_hydra: str = _OF_HYDRA) -> None:
         beginnings = tuple(os.path.basename(path) for path in unused)
         used = {name for process in os.listdir("/proc") for name in _names(process, folder, beginnings)}
         remove(path for path in unused if path.removeprefix(folder) not in used)
-    for path in glob.glob(f"{folder}{_OF_LINKS}*/"):
+    for path in glob.glob(f"{folder}{_OF_LINKS}*"):
         if _is_left(path, _VERY_OLD_S):
-            remove(glob.glob(f"{path}*"))
-            with contextlib.suppress(OSError):
-                os.rmdir(path)
+            shutil.rmtree(path, ignore_errors=True)  # it follows no symbolic link
     remove(path for path in glob.glob(of_hydra) if _is_left(path, _VERY_OLD_S))
 
 

@@ -87,6 +87,20 @@ def test_files_of_a_living_process_stay_until_it_ends(tmp_path: Path, how: str, 
     assert _sweep(tmp_path) == set()
 
 
+def test_nothing_behind_a_symbolic_link_is_removed(tmp_path: Path) -> None:
+    """Anybody may make links in /dev/shm, also to a folder of another user."""
+    own = tmp_path / "own"
+    own.mkdir()
+    _make(own / "notes")
+    os.utime(own, (0, 0))
+    links = tmp_path / "shm"
+    links.mkdir()
+    (links / "pyhvd-links-x").symlink_to(own)
+    os.utime(links / "pyhvd-links-x", (0, 0), follow_symlinks=False)
+    assert _sweep(links) == {"pyhvd-links-x"}
+    assert (own / "notes").exists()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
 def test_files_of_other_users_stay(tmp_path: Path) -> None:
     os.chown(_make(tmp_path / "mpich_shm_5f_0"), 12345, -1)
