@@ -175,9 +175,11 @@ def test_ops_are_horovods_numbers() -> None:
     )
 
 
-def test_importing_costs_nothing() -> None:
+@pytest.mark.parametrize("module", ["pyhvd", "pyhvd.run.__main__, pyhvd.run.launchers.local"])
+def test_importing_costs_nothing(module: str) -> None:
+    """Neither what programs import, nor what starts ranks on this host before they do, once a job."""
     code = (
-        "import sys, threading, pyhvd;"
+        f"import sys, threading, {module};"
         "heavy = {'numpy', 'mpi4py', 'mpi4py.MPI', 'msgspec', 'cloudpickle', 'cupy'} & set(sys.modules);"
         "sys.exit(str(heavy) if heavy or threading.active_count() > 1 else 0)"
     )

@@ -161,7 +161,7 @@ class RankProcess(SupervisedProcess):
         self.failure: Failed | None = None
         self.result: bytes | None = None
         self._rank = start.rank
-        self._directory = os.getcwd() if program is None else program.directory
+        self._directory = "" if program is None else program.directory
         self._events = events
         self._to_rank = memoryview(b"".join((LENGTH.pack(len(code)), code)))
         self._line = RankLine(self._take_entering, self._take_report, self._take_result)

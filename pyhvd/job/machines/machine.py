@@ -26,7 +26,6 @@ from itertools import count
 from signal import SIGCONT, SIGTSTP
 from typing import Protocol
 
-from pyhvd.common.text import describe_ranks
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.failure import FailureAnalysis
@@ -34,13 +33,12 @@ from pyhvd.job.messages import Dialed, FromDriver, Listening, Member
 from pyhvd.job.mpi.rendezvous import RankPlacement
 from pyhvd.job.network.network_choice import NetworkChoice, Wanted
 from pyhvd.job.process.exit_report import ENDED, EXIT, INTERRUPT, LOST, PARTED, ExitReport, root_cause
+from pyhvd.job.process.rank_line import GOES_ON, Entrance
 from pyhvd.job.process.signals import ENDING, GRACE_S, SAY_WAITING_S, describe_waiting
 from pyhvd.job.spec import START_TIMEOUT, NameOf, flag_of
 
 NEWER_ATTEMPT = "a newer attempt of this task has registered"
 _COMPLETE = "all tasks of the job have registered already, and none can be replaced"
-GOES_ON = "; the job goes on, as no start timeout was given that would end it"
-"""Follows the text about a late rank that does not end the job."""
 # After this time without progress the status line names hosts that it waits for: at most this many.
 _SLOW_S = 3.0
 _SLOW_NAMED = 3
@@ -441,84 +439,3 @@ class JobMachine:
 
 def _told(messages: Iterable[tuple[int, FromDriver]]) -> list[Action]:
     return [Tell(index, message) for index, message in messages]
-
-
-class Entrance:
-    """The ranks that have called MPI_Init, and those that have ended.
-
-    Parameters
-    ----------
-    size : int
-        The number of ranks.
-    start_timeout : float
-        How long (s) ranks may wait for others before these are late.
-
-    Attributes
-    ----------
-    late_at : float
-        When :meth:`late` will name ranks; infinity if it will not.
-    """
-
-    def __init__(self, size: int, start_timeout: float) -> None:
-        self._size = size
-        self._start_timeout = start_timeout
-        self._entered: dict[int, None] = {}  # in the order of their calls
-        self._ended: set[int] = set()
-        self.late_at = math.inf
-        self._returned = False
-
-    @property
-    def entered(self) -> frozenset[int]:
-        """The ranks that have called MPI_Init."""
-        return frozenset(self._entered)
-
-    def enter(self, rank: int, now: float) -> None:
-        """Note that a rank calls MPI_Init."""
-        if not self._entered:
-            self.late_at = now + self._start_timeout
-        self._entered[rank] = None
-        if len(self._entered) == self._size:
-            self.note_return()
-
-    def end(self, rank: int) -> None:
-        """Note that a rank has ended without error."""
-        self._ended.add(rank)
-
-    def note_return(self) -> None:
-        """Note that MPI_Init returns in a rank: so all ranks have called it, and none waits."""
-        self._returned = True
-        self.late_at = math.inf
-
-    def absent(self) -> tuple[int, str] | None:
-        """Return a rank that has ended while others wait for it in MPI_Init, and the text of its failure."""
-        absent = self._ended - self._entered.keys()
-        waiting = self._waiting()
-        if not absent or not waiting:
-            return None
-        return min(absent), (
-            f"ended without calling init(), and {_ranks_wait(waiting)} for it there: every rank must call"
-            " pyhvd.init(), or none"
-        )
-
-    def late(self, now: float) -> tuple[int, str] | None:
-        """Return a rank for which others have waited too long, and the text of its failure; only once."""
-        if now < self.late_at:
-            return None
-        self.late_at = math.inf
-        late = set(range(self._size)) - self._entered.keys() - self._ended
-        waiting = self._waiting()
-        if not late or not waiting:
-            return None
-        first, *more = sorted(late)
-        others = f", nor {'has' if len(more) == 1 else 'have'} {describe_ranks(more)}" if more else ""
-        return first, (
-            f"has not called init() within the start timeout of {self._start_timeout:g} s{others}, and"
-            f" {_ranks_wait(waiting)} for it there"
-        )
-
-    def _waiting(self) -> list[int]:
-        return [] if self._returned else [rank for rank in self._entered if rank not in self._ended]
-
-
-def _ranks_wait(waiting: list[int]) -> str:
-    return f"{describe_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"

@@ -6,6 +6,8 @@ import linecache
 import os
 import re
 
+from pyhvd.job.process.rank_line import CRASH
+
 # faulthandler's lines begin with the innermost frame.
 _FRAME = re.compile(rb'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # UCX: "[host:4711 :0:4711] Caught signal 11 (Segmentation fault: ...)", with process and thread.
@@ -17,7 +19,9 @@ _FUNCTION = re.compile(rb"[( ]P?(MPI_[A-Z][a-z]\w*?)(?:_c)?(?:\+0x[0-9a-f]+\)|\(
 _MOST = 160
 
 
-def describe_crash(number: int, pid: int, stack: bytes, stderr: bytes, directory: str) -> tuple[str, str]:
+def describe_crash(
+    number: int, pid: int, stack: bytes, stderr: bytes, directory: str = ""
+) -> tuple[str, str]:
     """Return the line of the program at which a process died, and what its MPI said; empty if unknown.
 
     Parameters
@@ -27,19 +31,27 @@ def describe_crash(number: int, pid: int, stack: bytes, stderr: bytes, directory
     pid : int
         The process.
     stack : bytes
-        What faulthandler wrote.
+        What faulthandler wrote for this process.
     stderr : bytes
-        The last that the process wrote there.
-    directory : str
-        Where the process began: names of files may be relative to it.
+        The last that the process wrote there; also by faulthandler, if the program has enabled it.
+    directory : str, optional
+        Where the process began, if not here: names of files may be relative to it.
     """
-    frame = _FRAME.search(stack)
+    frame = _find_frame(stack) or _find_frame(stderr)
     return "" if frame is None else _describe_frame(frame, directory), _quote_mpi(number, pid, stderr)
+
+
+def _find_frame(text: bytes) -> re.Match[bytes] | None:
+    """Return the innermost frame of the thread that crashed last."""
+    begin = text.rfind(CRASH)
+    return None if begin < 0 else _FRAME.search(text, max(begin, text.find(b"\nCurrent thread ", begin)))
 
 
 def _describe_frame(frame: re.Match[bytes], directory: str) -> str:
     path, line, function = (part.decode(errors="replace") for part in frame.groups())
-    source = linecache.getline(os.path.join(directory, path), int(line)).strip()
+    file = os.path.join(directory, path)
+    linecache.checkcache(file)  # an agent may outlive an edit
+    source = linecache.getline(file, int(line)).strip()
     return f"at {path}:{line} in {function}" + (f": {source[:_MOST]}" if source else "")
 
 

@@ -13,19 +13,22 @@ RESULT     the number of bytes that follow: what the rank's function returned. I
 
 After MPI_Init, a rank that crashes writes its Python stack last, which is no message (:func:`tell_crashes`).
 
-The watcher makes the line for a rank that it starts, and unpickles nothing.
+The watcher makes the line for a rank that it starts, and unpickles nothing. :class:`Entrance` keeps what the
+lines of all ranks tell about MPI_Init; the launcher on one host needs it without the import of msgspec.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pyhvd.common.text import describe_ranks
 from pyhvd.job.process.exit_report import ExitReport
 
 ENTERING = "entering"
@@ -40,6 +43,8 @@ CRASH = b"Fatal Python error: "
 """The text of faulthandler begins so."""
 MAX_LINE = 1 << 26
 """Most bytes of a line: a report has a text and a traceback, and an exception."""
+GOES_ON = "; the job goes on, as no start timeout was given that would end it"
+"""Follows the text about a late rank that does not end the job."""
 
 
 def dump_message(what: str, value: object) -> bytes:
@@ -88,28 +93,29 @@ def tell_report(fd: int, report: ExitReport, exception: bytes = b"") -> None:
 def tell_crashes(fd: int) -> None:
     """Let a signal that kills this process first write the line of the program at which it is.
 
-    Only where nobody else catches the signals: Open MPI and UCX print a stack of their own, and would not
-    know the address at fault if faulthandler passed the signal on. A forked child writes nothing.
+    Only where nobody else catches one of the signals: Open MPI and UCX print a stack of their own, and would
+    not know the address at fault if faulthandler passed the signal on; and a program that survives a signal
+    has more to tell. A forked child writes nothing.
     """
-    if _is_caught(signal.SIGSEGV):
+    if _is_caught(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
         return
     import faulthandler
 
     faulthandler.enable(fd, all_threads=False)
-    os.register_at_fork(after_in_child=lambda: _silence(fd))
+    os.register_at_fork(after_in_child=lambda: _point_nowhere(fd))
 
 
-def _is_caught(number: int) -> bool:
-    """Return whether this process has a handler for a signal, from C too; True if that is not known."""
+def _is_caught(*numbers: int) -> bool:
+    """Return whether this process has a handler for one of these signals, from C too; True if unknown."""
     try:
         with open("/proc/self/status") as status:
             [caught] = [int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")]
     except (OSError, ValueError):
         return True
-    return bool(caught >> (number - 1) & 1)
+    return any(caught >> (number - 1) & 1 for number in numbers)
 
 
-def _silence(fd: int) -> None:
+def _point_nowhere(fd: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd, inheritable=False)
     os.close(nowhere)
@@ -180,3 +186,84 @@ class RankLine:
                 fields, exception = value
                 self.on_report(ExitReport(**fields), base64.b64decode(exception))
         return b""
+
+
+class Entrance:
+    """The ranks of a job that have called MPI_Init, by their ENTERING, and those that have ended. Pure.
+
+    Parameters
+    ----------
+    size : int
+        The number of ranks.
+    start_timeout : float
+        How long (s) ranks may wait for others before these are late.
+
+    Attributes
+    ----------
+    late_at : float
+        When :meth:`late` will name ranks; infinity if it will not.
+    """
+
+    def __init__(self, size: int, start_timeout: float) -> None:
+        self._size = size
+        self._start_timeout = start_timeout
+        self._entered: dict[int, None] = {}  # in the order of their calls
+        self._ended: set[int] = set()
+        self.late_at = math.inf
+        self._returned = False
+
+    @property
+    def entered(self) -> frozenset[int]:
+        """The ranks that have called MPI_Init."""
+        return frozenset(self._entered)
+
+    def enter(self, rank: int, now: float) -> None:
+        """Note that a rank calls MPI_Init."""
+        if not self._entered:
+            self.late_at = now + self._start_timeout
+        self._entered[rank] = None
+        if len(self._entered) == self._size:
+            self.note_return()
+
+    def end(self, rank: int) -> None:
+        """Note that a rank has ended without error."""
+        self._ended.add(rank)
+
+    def note_return(self) -> None:
+        """Note that MPI_Init returns in a rank: so all ranks have called it, and none waits."""
+        self._returned = True
+        self.late_at = math.inf
+
+    def absent(self) -> tuple[int, str] | None:
+        """Return a rank that has ended while others wait for it in MPI_Init, and the text of its failure."""
+        absent = self._ended - self._entered.keys()
+        waiting = self._waiting()
+        if not absent or not waiting:
+            return None
+        return min(absent), (
+            f"ended without calling init(), and {_ranks_wait(waiting)} for it there: every rank must call"
+            " pyhvd.init(), or none"
+        )
+
+    def late(self, now: float) -> tuple[int, str] | None:
+        """Return a rank for which others have waited too long, and the text of its failure; only once."""
+        if now < self.late_at:
+            return None
+        self.late_at = math.inf
+        late = set(range(self._size)) - self._entered.keys() - self._ended
+        waiting = self._waiting()
+        if not late or not waiting:
+            return None
+        first, *more = sorted(late)
+        others = f", nor {'has' if len(more) == 1 else 'have'} {describe_ranks(more)}" if more else ""
+        return first, (
+            f"has not called init() within the start timeout of {self._start_timeout:g} s{others}, and"
+            f" {_ranks_wait(waiting)} for it there"
+        )
+
+    def _waiting(self) -> list[int]:
+        return [] if self._returned else [rank for rank in self._entered if rank not in self._ended]
+
+
+def _ranks_wait(waiting: list[int]) -> str:
+    return f"{describe_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"

@@ -155,7 +155,7 @@ class Supervisor:
         from pyhvd.job.process.crash import describe_crash
 
         stderr = b"".join(relay.last for relay in self._relays)
-        crash = describe_crash(-exit_code, self._pid, self._rank.crash, stderr, os.getcwd())
+        crash = describe_crash(-exit_code, self._pid, self._rank.crash, stderr)
         kind, code, text = describe_unreported(exit_code, self._rank.tentative, crash)
         who = f"pyhvd: {self._rank_env.title} (pid {self._pid})"
         return ExitReport(self._rank_env.rank, kind, code, f"{who} {text}")

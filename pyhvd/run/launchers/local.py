@@ -22,7 +22,6 @@ from types import FrameType
 from pyhvd.common.text import list_numbers
 from pyhvd.job.driver.status_line import say
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.machines.machine import GOES_ON, Entrance
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
 from pyhvd.job.mpi.rank_env import OF_ONE_RANK, OPENMPI, without
@@ -30,7 +29,7 @@ from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, LOST, ExitReport, root_cause
 from pyhvd.job.process.guardian import signal_group
 from pyhvd.job.process.private_folder import PrivateFolder
-from pyhvd.job.process.rank_line import ENTERING, REPORT
+from pyhvd.job.process.rank_line import ENTERING, GOES_ON, REPORT, Entrance
 from pyhvd.job.process.signals import (
     ENDING,
     GRACE_S,

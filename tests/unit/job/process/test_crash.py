@@ -12,7 +12,7 @@ import pytest
 
 from pyhvd.job.process.crash import describe_crash
 from pyhvd.job.process.exit_report import SIGNAL, describe_unreported
-from pyhvd.job.process.rank_line import UP, RankLine, tell, tell_crashes
+from pyhvd.job.process.rank_line import CRASH, TENTATIVE, UP, RankLine, tell, tell_crashes
 
 _UCX = b"""working
 [vm:4711 :0:4712] Caught signal 11 (Segmentation fault: address not mapped to object at address 0x10)
@@ -59,6 +59,24 @@ def test_the_innermost_line_of_the_program_is_named(tmp_path: Path) -> None:
     assert describe_crash(11, 1, head + b"  <no Python frame>\n", b"", "") == ("", "")
 
 
+def test_the_line_is_named_where_the_program_has_enabled_faulthandler() -> None:
+    stderr = (
+        b'starting\n  File "old.py", line 1 in earlier\nFatal Python error: Aborted\n\n'
+        b'Thread 0x1 (most recent call first):\n  File "other.py", line 3 in wait\n\n'
+        b'Current thread 0x2 (most recent call first):\n  File "/nowhere/train.py", line 2 in step\n'
+    )
+    assert describe_crash(6, 1, b"", stderr) == ("at /nowhere/train.py:2 in step", "")
+    assert describe_crash(6, 1, b"", stderr.partition(b"Fatal")[0]) == ("", "")
+
+
+def test_the_source_is_the_present_one(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    stack = CRASH + f'x\n\nStack:\n  File "{program}", line 1 in f\n'.encode()
+    for text in ("first()", "second_now()"):
+        program.write_text(text)
+        assert describe_crash(11, 1, stack, b"")[0].endswith(f": {text}")
+
+
 def test_a_report_has_the_line_in_place_of_the_remedy() -> None:
     report = describe_unreported(-11, "", ("at a.py:2 in f", "in MPI_Send: x"))
     assert report == (SIGNAL, 139, "was killed by SIGSEGV (signal 11) at a.py:2 in f; in MPI_Send: x")
@@ -78,7 +96,13 @@ def crash(kind: str, write: int) -> None:
     tell(write, UP, True)
     if kind == "caught":
         signal.signal(signal.SIGSEGV, lambda *_: None)
+    if kind == "survives":
+        signal.signal(signal.SIGABRT, lambda *_: None)
     tell_crashes(write)
+    if kind == "survives":
+        signal.raise_signal(signal.SIGABRT)
+        tell(write, TENTATIVE, "told later")
+        os._exit(0)
     if kind == "caught":
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     if kind == "forked" and (child := os.fork()):
@@ -88,7 +112,7 @@ def crash(kind: str, write: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is unknown who catches signals")
-@pytest.mark.parametrize("kind", ["crashes", "caught", "forked"])
+@pytest.mark.parametrize("kind", ["crashes", "caught", "forked", "survives"])
 def test_a_crash_is_the_last_on_a_ranks_line(kind: str) -> None:
     code = (
         "import resource, sys; from tests.unit.job.process.test_crash import crash;"
@@ -104,3 +128,4 @@ def test_a_crash_is_the_last_on_a_ranks_line(kind: str) -> None:
             line.feed(data)
     assert line.up
     assert (b" in crash\n" in line.crash) == (kind == "crashes")
+    assert line.tentative == "told later" * (kind == "survives")
