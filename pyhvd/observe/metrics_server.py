@@ -70,8 +70,9 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; takes up to half a second, the period at which the server looks for its end."""
+        """Stop serving, and end all connections; takes up to half a second: the server looks that often."""
         self.shutdown()
+        self._drop(most=0)
         self.server_close()
         self._thread.join()
 

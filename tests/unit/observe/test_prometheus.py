@@ -172,6 +172,18 @@ def test_half_requests_are_bounded_and_end(endpoint: Endpoint) -> None:
         wait_until(lambda: threading.active_count() <= before)
 
 
+def test_no_connection_outlives_its_endpoint() -> None:
+    endpoint = Endpoint(0, "127.0.0.1", 0)
+    endpoint.serve(Meter(0, 1, timed=False).snapshot, "job-1")
+    before = threading.active_count()
+    with ExitStack() as stack:
+        silent = _half_requests(endpoint.port, 5, stack)
+        wait_until(lambda: threading.active_count() == before + len(silent))
+        endpoint.close()
+        wait_until(lambda: threading.active_count() < before)
+        assert all(_ended(each) for each in silent)
+
+
 SHORT_OF_DESCRIPTORS = """
     import os, resource, sys, time
     from pyhvd.observe.metrics import Meter
