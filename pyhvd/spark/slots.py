@@ -55,16 +55,17 @@ def require_slots(context: SparkContext, size: int, unknown_s: float) -> None:
     size : int
         The number of ranks.
     unknown_s : float
-        How long more executors may take to start, in seconds, if nobody knows how many there will be.
+        How long more executors of a standalone cluster may take to start, in seconds: nobody knows how many
+        there will be.
     """
     patience = _patience(context, unknown_s)
     until = time.monotonic() + patience
     while (slots := count_slots(context)) < size and patience != math.inf:
         if time.monotonic() >= until:
+            fewer = f"set num_proc to {slots} or fewer, or " if slots else ""
             raise SparkError(
-                f"num_proc={size}, and the cluster has {slots} slots: set num_proc to {slots} or fewer, or"
-                " give the session more executors or cores (spark.executor.instances, spark.executor.cores,"
-                " spark.cores.max, spark.task.cpus)"
+                f"num_proc={size}, and the cluster has {slots} slots: {fewer}give the session more executors"
+                " or cores (spark.executor.instances, spark.executor.cores, spark.cores.max, spark.task.cpus)"
             )
         time.sleep(_LOOK_S)
 
@@ -76,11 +77,11 @@ def _patience(context: Any, unknown_s: float) -> float:
         return 0.0
     if conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true":
         return math.inf
-    expected = int(conf.get("spark.executor.instances", "0"))
-    if not expected:
+    if context.master.startswith(("spark://", "local-cluster")):
         return unknown_s
+    expected = int(conf.get("spark.executor.instances", "0"))
     executors = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # one is the driver
-    return 0.0 if executors >= expected else math.inf
+    return 0.0 if 0 < expected <= executors else math.inf
 
 
 def wait_for_slots(count: Callable[[], int], timeout: float, *, dynamic: bool) -> int:

@@ -298,7 +298,7 @@ def split(df: DataFrame, validation: float | str | None, seed: int) -> list[Data
             f"validation={validation!r}: there is no such column; there are {', '.join(df.columns)}"
         )
     kind = df.schema[validation].dataType.simpleString()
-    if not plain_columns({validation: kind}, [validation]):
+    if not (plain_columns({validation: kind}, [validation]) or kind.startswith("decimal")):
         raise DataError(
             f"validation={validation!r}: that column is of type {kind}; expected booleans or numbers, true or"
             f" above 0 for rows to validate with, as df.withColumn('held', df[{validation!r}] == 'test') adds"

@@ -169,7 +169,7 @@ class Model(SparkModel, MLWritable, MLReadable["Model"]):
         for column in self._description.features:
             made = expression(column.name, kinds[column.name])
             kind = kinds[column.name].simpleString()
-            if column.dtype != "object" and not holds_numbers(kind):
+            if holds_numbers(column.dtype) and not holds_numbers(kind):
                 raise DataError(
                     f"column {column.name!r} is of type {kind}, and the model was trained on {column.dtype}:"
                     " cast it, or encode it as for the training"

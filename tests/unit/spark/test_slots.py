@@ -31,9 +31,11 @@ def test_with_dynamic_allocation_none_would_come() -> None:
         ("local[4]", {}, 0, True),
         ("local", {"spark.executor.instances": "9"}, 0, True),
         ("spark://host:7077", {}, 2, True),
+        ("spark://host:7077", {"spark.executor.instances": "3"}, 2, True),
         ("spark://host:7077", {"spark.dynamicAllocation.enabled": "true"}, 2, False),
         ("yarn", {"spark.executor.instances": "3"}, 2, False),
         ("yarn", {"spark.executor.instances": "2"}, 2, True),
+        ("yarn", {}, 0, False),
     ],
 )
 def test_more_ranks_than_slots(
