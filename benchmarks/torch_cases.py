@@ -22,6 +22,7 @@ from benchmarks.questions.torch import (
     DDP_VIEWS,
     EMPTY_HOOK,
     FLAT,
+    HOOKS,
     NEW_ARRAY,
     NEW_TENSOR,
     NO_HOOK,
@@ -162,7 +163,7 @@ def four_bytes(world: World) -> Found:
 
 
 def hooks(world: World) -> Found:
-    """Compare backward passes, which hand gradients of one element out; the reduction is not timed."""
+    """Compare backward passes, which hand gradients of one element out, without and with a reduction."""
 
     def contender(name: str, module: Any, model: Any, finish: Callable[[], None], kind: str) -> Contender:
         losses: list[Any] = []
@@ -173,11 +174,15 @@ def hooks(world: World) -> Found:
 
         return Contender(name, lambda: torch.autograd.backward(losses), prepare, finish=finish, kind=kind)
 
-    plain, empty, ours = (Handed([1] * 161) for _ in range(3))
+    plain, empty, counted, ours = (Handed([1] * 161) for _ in range(4))
     for each in empty.parameters():
         each.register_post_accumulate_grad_hook(lambda _: None)
     optimizer = hvd.DistributedOptimizer(Still(ours.parameters()), ours.named_parameters())
+    waits = hvd.DistributedOptimizer(
+        Still(counted.parameters()), counted.named_parameters(), backward_passes_per_step=2
+    )
     found = [
+        contender(HOOKS, counted, counted, waits.zero_grad, OURS),
         contender(PYHVD, ours, ours, optimizer.synchronize, OURS),
         contender(EMPTY_HOOK, empty, empty, lambda: None, FLOOR),
         contender(NO_HOOK, plain, plain, lambda: None, FLOOR),
