@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pyhvd
 from pyhvd._version import __version__
-from pyhvd.common.kernel import cgroup_limits
+from pyhvd.common.kernel import cgroup_limits, read_or_empty
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_mpiexec, judge_library
 from pyhvd.job.mpi.rank_env import HOROVOD_NUMBERS
@@ -138,6 +138,7 @@ def gather(timeout: float) -> DoctorFacts:
     mpiexec, mpiexec_error = _mpiexec(mpi)
     extensions = {name: _extension_error(name) for name in EXTENSIONS}
     broken = any(extensions.values())  # without it much of pyhvd cannot be imported
+    shared_per_rank, shared_across = (0, 0) if broken else _window_bytes()
     return DoctorFacts(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -153,8 +154,8 @@ def gather(timeout: float) -> DoctorFacts:
         mpiexec=mpiexec,
         mpiexec_error=mpiexec_error,
         shared=shared_memory(),
-        shared_per_rank=_window_bytes() if not broken else 0,
-        shared_across=_window_bytes_across() if not broken else 0,
+        shared_per_rank=shared_per_rank,
+        shared_across=shared_across,
         cores=_cores(),
         memory=_memory(),
         gpus=gpus(),
@@ -190,17 +191,10 @@ def shared_memory(path: str = "/dev/shm") -> Shared:
 
 def _is_in_memory(path: str, mounts: Path = Path("/proc/self/mounts")) -> bool:
     """Return whether a folder is on a file system in memory; also if that is not known."""
-    found = {words[1]: words[2] for line in _read(mounts).splitlines() if len(words := line.split()) > 2}
+    found = {words[1]: words[2] for line in read_or_empty(mounts).splitlines() if len(words := line.split()) > 2}
     place = Path(path).resolve()
     kind = next((found[str(each)] for each in (place, *place.parents) if str(each) in found), "tmpfs")
     return kind in ("tmpfs", "ramfs")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _mpiexec(mpi: MpiFacts) -> tuple[str, str]:
@@ -227,25 +221,20 @@ def _float16() -> str:
     return _fusion.isa()
 
 
-def _window_bytes() -> int:
-    from pyhvd.config import Config
-    from pyhvd.transport.shm import area_bytes
-
-    return area_bytes(Config().chunk_size)
-
-
-def _window_bytes_across() -> int:
+def _window_bytes() -> tuple[int, int]:
+    """Return the bytes of a rank's window: of a process set on one host, and on many."""
     from pyhvd.config import Config
     from pyhvd.native import shared_memory
     from pyhvd.transport.hosts import chunk_across
     from pyhvd.transport.shm import area_bytes
 
-    chunk = chunk_across(Config().chunk_size, shared_memory.MAX_HOSTS)
-    return area_bytes(chunk, shared_memory.ACROSS_SLOTS)
+    chunk = Config().chunk_size
+    across = chunk_across(chunk, shared_memory.MAX_HOSTS)
+    return area_bytes(chunk), area_bytes(across, shared_memory.ACROSS_SLOTS)
 
 
 def _processor() -> str:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
+    for line in read_or_empty(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model"):
             return value.strip()
@@ -260,7 +249,7 @@ def _cores() -> Cores:
 
 def _memory() -> HostMemory:
     values: dict[str, int] = {}
-    for line in _read(Path("/proc/meminfo")).splitlines():
+    for line in read_or_empty(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")
         if rest.endswith("kB"):
             values[name] = int(rest.split()[0]) * 1024

@@ -14,13 +14,18 @@ from pathlib import Path
 
 import msgspec
 
+from pyhvd.job.mpi.rank_env import without
 from pyhvd.run.check_build import outside_job
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 
 _GRACE_S = 8.0
 _POLL_S = 0.1
 _TAIL_LINES = 6
-_NOT_FOR_A_TRIAL = ("TIMELINE", "METRICS_PORT", "AUTOTUNE", "AUTOTUNE_LOG")
+_NOT_FOR_A_TRIAL = (
+    *("PYHVD_TIMELINE", "PYHVD_METRICS_PORT", "PYHVD_AUTOTUNE"),
+    *("HOROVOD_TIMELINE", "HOROVOD_METRICS_PORT", "HOROVOD_AUTOTUNE"),
+)
+"""How the names of variables begin that write files or open ports."""
 
 
 def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Trial:
@@ -68,7 +73,7 @@ def run_job(
     with open(folder / "output", "w+b") as output:
         job = subprocess.Popen(
             [sys.executable, "-P", "-m", "pyhvd.run", *arguments],
-            env=_surroundings(),
+            env=without(outside_job(os.environ), *_NOT_FOR_A_TRIAL),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -85,15 +90,6 @@ def run_job(
     said = (folder / "output").read_text(errors="replace").strip().splitlines()
     tail = " / ".join(line.strip() for line in said[-_TAIL_LINES:]) or "without a word"
     return f"{who} ended with code {job.returncode}: {tail}"
-
-
-def _surroundings() -> dict[str, str]:
-    """Return the user's environment without knobs that write files or open ports."""
-    kept = outside_job(os.environ)
-    for name in _NOT_FOR_A_TRIAL:
-        for prefix in ("PYHVD_", "HOROVOD_"):
-            kept.pop(prefix + name, None)
-    return kept
 
 
 def read_stages(folder: Path, ranks: int) -> dict[int, str]:
