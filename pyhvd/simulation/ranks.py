@@ -223,11 +223,11 @@ class SimulatedRank:
     # -- the background thread: what was agreed
 
     def look_at_log(self) -> None:
-        """See :class:`~pyhvd.simulation.agreement.TableMember`."""
+        """Note, at any time, that the log of the host's table has grown."""
         self._world.clock.at(self._world.clock.now, self.process.wake)
 
     def take_back(self, bits: int) -> None:
-        """See :class:`~pyhvd.simulation.agreement.TableMember`."""
+        """Note, at any time, that marks of these slots are void: their tensors are to be submitted again."""
         again = [(GLOBAL_SET, self.worker.request_of(GLOBAL_SET, slot)) for slot in iter_bits(bits)]
         self.process.call(self._send_requests, again)
 

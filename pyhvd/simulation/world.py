@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator
+from pyhvd.native.shared_memory import HostTree
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.messages import Response, iter_bits
-from pyhvd.simulation.agreement import CoordinatorTable, HostTable, make_trees, slots_for
+from pyhvd.simulation.agreement import SETS, CoordinatorTable, HostTable, slots_for
 from pyhvd.simulation.clock import Clock, SimulatedProcess
 from pyhvd.simulation.data_path import Cost, DataPath, Machine
 from pyhvd.simulation.network import Network, Wires
@@ -81,14 +82,6 @@ class BatchRun:
     cost: Cost
 
 
-@dataclass
-class _Open:
-    """A batch that some ranks have entered."""
-
-    ranks: list[SimulatedRank] = field(default_factory=list)
-    latest: float = 0.0
-
-
 @dataclass(eq=False)
 class SimulatedWorld:
     """The cluster, and what its ranks ask of it.
@@ -145,7 +138,8 @@ class SimulatedWorld:
         self._sharers = self.machine.sharers(hosts, local_ranks)
         self._steps_of = [0] * self.size
         self._waits_of = [0] * self.size
-        self._open: dict[object, _Open] = {}
+        # By the keys of batches that some ranks have entered: when each rank did.
+        self._open: dict[object, dict[SimulatedRank, float]] = {}
         self._audiences: dict[int, int] = {}
         self._cached: dict[int, list[SimulatedBatch]] = {}
         self.tables = self._make_tables(slots_for(capacity)) if hosts <= LINKED_HOSTS else []
@@ -167,9 +161,9 @@ class SimulatedWorld:
             table.members = [self.ranks[rank] for rank in table.marks]
 
     def _make_tables(self, slots: int) -> list[HostTable]:
-        trees = make_trees(parents_of(self.hosts), slots) if self.hosts > 1 else [None]
-        tables = []
-        for host, tree in enumerate(trees):
+        parents, tables = parents_of(self.hosts), []
+        for host in range(self.hosts):
+            tree = HostTree(host, parents, SETS, slots) if self.hosts > 1 else None
             tables.append(HostTable(self.make_process, self.wires, self.ranks_of(host), tree, host))
         for table in tables:
             table.peers = tables
@@ -223,8 +217,8 @@ class SimulatedWorld:
         """Return what has been done until now."""
         traffic = [self.wires.traffic[host] for host in range(self.hosts)]
         return Totals(
-            [each.messages_in + each.messages_out for each in traffic],
-            [each.bytes_in + each.bytes_out for each in traffic],
+            [each.messages for each in traffic],
+            [each.nbytes for each in traffic],
             [rank.process.busy for rank in self.ranks],
             [table.process.busy for table in self.tables],
         )
@@ -255,20 +249,20 @@ class SimulatedWorld:
 
     def enter(self, rank: SimulatedRank, batch: SimulatedBatch) -> None:
         """Let a rank take part in a batch, which ends when all ranks of its set have entered it."""
-        at = self._open.setdefault(batch.key, _Open())
-        at.ranks.append(rank)
-        at.latest = max(at.latest, rank.process.now)
+        entered = self._open.setdefault(batch.key, {})
+        entered[rank] = rank.process.now
         members = rank.worker.sets[batch.process_set]
-        if len(at.ranks) == len(members):
+        if len(entered) == len(members):
             del self._open[batch.key]
             here = len({self.host_of(each) for each in members})
             local = -(-len(members) // here)
             cost = self._cost_of(batch.kind, batch.nbytes, here, local, batch.tensors)
-            end = at.latest + cost.seconds
-            self.runs.append(BatchRun(batch, at.latest, end, cost))
-            self.clock.at(end, self._complete, at.ranks)
+            begin = max(entered.values())
+            end = begin + cost.seconds
+            self.runs.append(BatchRun(batch, begin, end, cost))
+            self.clock.at(end, self._complete, entered)
 
-    def _complete(self, ranks: Sequence[SimulatedRank]) -> None:
+    def _complete(self, ranks: Iterable[SimulatedRank]) -> None:
         for rank in ranks:
             if not rank.error:
                 rank.finish(self.clock.now)

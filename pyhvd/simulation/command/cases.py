@@ -44,8 +44,8 @@ Progress = Callable[[int, int], None]
 """Called with the number of simulations that have ended, and of all."""
 
 
-class TooLargeError(ValueError):
-    """A simulation would take too long, or too much memory; the text says what would do."""
+class SimulateUsageError(ValueError):
+    """Flags do not fit each other, or make a simulation too large; the text names them."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ class Case:
             cpu=self.cpu,
             until=_AFTER_FAULT_S * (1 + self.steps) + self.steps * step,
         )
+
+
+def efficiency(one_host: Simulation, job: Simulation) -> float:
+    """Return how long a step takes on one host, as a part of its time in the job."""
+    return usual_step(one_host).seconds / usual_step(job).seconds
 
 
 def usual_step(job: Simulation) -> StepReport:
@@ -134,11 +139,6 @@ class Answer:
     faulty: Simulation | None = None
     lost: int = 0
 
-    @property
-    def efficiency(self) -> float:
-        """How long a step takes on one host, as a part of its time here."""
-        return usual_step(self.one_host).seconds / usual_step(self.job).seconds
-
 
 def ask(
     case: Case,
@@ -168,7 +168,7 @@ def ask(
         See :data:`Progress`.
     """
     if case.ranks * len(gradients.ready) > MOST_WORK:
-        raise TooLargeError(
+        raise SimulateUsageError(
             f"argument --hosts: all ranks submit {case.ranks * len(gradients.ready):,} gradients in a step"
             f" together: expected at most {MOST_WORK:,}"
         )
@@ -200,7 +200,7 @@ def _lose(case: Case, step: float, faults: tuple[HostLost, ...], *, elastic: boo
     steps = int(last / step) + 3
     if steps * case.ranks > _MOST_STEPS:
         latest = step * _MOST_STEPS / case.ranks
-        raise TooLargeError(
+        raise SimulateUsageError(
             f"argument --lose: {steps:,} steps would be simulated until {last:g} s: expected at most"
             f" {latest:.3g} s"
         )

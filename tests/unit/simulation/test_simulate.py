@@ -79,7 +79,7 @@ def test_messages_share_a_link_and_keep_their_order() -> None:
     clock.run(1000.0)
     assert [name for _, name in seen] == [str(number) for number in range(20)]
     assert seen[-1][0] >= 20 * 1000 / 1000 + 1.0  # each message has 78 bytes of headers
-    assert (wires.traffic[0].messages_out, wires.traffic[1].bytes_in) == (20, 20_000)
+    assert (wires.traffic[0].messages, wires.traffic[1].nbytes) == (20, 20_000)
 
 
 def test_what_is_under_way_to_and_from_a_lost_host_is_lost() -> None:
