@@ -17,6 +17,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+from pyhvd.common.command_line import CommandParser
 from pyhvd.common.tables import align
 from pyhvd.observe.endpoint_files import RankFile, read_files
 from pyhvd.run.cli import positive_float, positive_int
@@ -247,12 +248,8 @@ def _screen(given: argparse.Namespace) -> AbstractContextManager[Show]:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m pyhvd top",
-        description=f"Show what the ranks of a running job do, until it ends. {_KEY}. Of hosts: {_HOST_KEY}.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = f"Show what the ranks of a running job do, until it ends. {_KEY}. Of hosts: {_HOST_KEY}."
+    parser = CommandParser(prog="python -m pyhvd top", description=what, examples=_EXAMPLES)
     parser.add_argument("--job", metavar="NAME", help="which job, if several run here")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", type=_address, action="append", help="a rank's endpoint; may be given again")

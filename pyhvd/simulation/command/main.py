@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from pyhvd.common.command_line import CommandParser
 from pyhvd.common.units import parse_rate, parse_size, parse_span
 from pyhvd.config import Config
 from pyhvd.errors import ConfigError
@@ -162,12 +163,8 @@ def _print(given: argparse.Namespace, case: Case, gradients: Gradients, answer: 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pyhvd simulate",
-        description="Simulate training on a cluster: where the time of a step goes, and what would help.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Simulate training on a cluster: where the time of a step goes, and what would help."
+    parser = CommandParser(prog="python -m pyhvd simulate", description=what, examples=_EXAMPLES)
     _add_cluster(parser.add_argument_group("the cluster"))
     _add_program(parser.add_argument_group("the program"))
     faults = parser.add_argument_group("what goes wrong")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from pyhvd.common.command_line import CommandParser
 from pyhvd.common.text import describe_exception
 from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.run.cli import positive_float, positive_int
@@ -61,11 +62,10 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m pyhvd doctor",
         description="Look at this host and its MPI, try ranks out, and say what to do about what is wrong.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
         allow_abbrev=False,
     )
     parser.add_argument(
