@@ -79,9 +79,9 @@ def _stack(name: str, frame: FrameType) -> ThreadStack | None:
     shown = [each for each, kind in chain if kind == wanted]
     if not shown:
         return None
-    deeper = chain[: next(i for i, (each, _) in enumerate(chain) if each is shown[0])]
+    deeper = [each for each, _ in chain[: chain.index((shown[0], wanted))]]
     frames = [_frame(each) for each in shown[:MAX_FRAMES]]
-    return ThreadStack(_cut(name), frames, _inside([each for each, _ in deeper]), len(shown) - len(frames))
+    return ThreadStack(_cut(name), frames, _inside(deeper[-1]) if deeper else "", len(shown) - len(frames))
 
 
 def _belongs(frame: FrameType) -> str:
@@ -98,12 +98,10 @@ def _belongs(frame: FrameType) -> str:
     return "scaffold" if path.endswith(("mpi4py/run.py", "mpi4py/__main__.py")) else "user"
 
 
-def _inside(deeper: list[FrameType]) -> str:
-    """Return the function that the user's innermost frame has called; ``deeper`` are the frames below."""
-    if not deeper:
-        return ""
-    code = deeper[-1].f_code
-    module = str(deeper[-1].f_globals.get("__name__", ""))
+def _inside(called: FrameType) -> str:
+    """Return the function that the user's innermost frame has called."""
+    code = called.f_code
+    module = str(called.f_globals.get("__name__", ""))
     if code.co_filename.startswith(_OWN):
         return _cut(f"pyhvd.{code.co_name}")
     return _cut(f"{module}.{_name(code)}")

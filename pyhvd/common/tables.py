@@ -14,15 +14,10 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
     """
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         _print_rich(title, headings, rows)
-    else:
-        print(plain_table(title, headings, rows))
-
-
-def plain_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text."""
+        return
     lines = align([headings, *rows], left=1)
     rule = "  ".join("-" * width for width in _widths([headings, *rows]))
-    return "\n".join([title, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+    print(title, lines[0], rule, *lines[1:-1], rule, lines[-1], sep="\n")
 
 
 def align(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:

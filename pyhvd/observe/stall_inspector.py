@@ -8,7 +8,7 @@ of it all is :mod:`pyhvd.observe.hang_report`'s.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.common.processes import ProcessState
@@ -150,7 +150,3 @@ class Inquiry:
     def is_over(self, now: float) -> bool:
         """Return whether there is nothing left to wait for."""
         return now >= self.until or self.answers.keys() >= set(self.asked)
-
-    def complete(self, see: Callable[[int], ProcessState]) -> Mapping[int, Answer]:
-        """Return what is known of each rank that was asked; ``see(rank)`` is for those that said nothing."""
-        return {rank: self.answers[rank] if rank in self.answers else see(rank) for rank in self.asked}

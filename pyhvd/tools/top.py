@@ -102,8 +102,6 @@ def _find(given: argparse.Namespace) -> list[str]:
         return list(given.url)
     if given.ports:
         return [f"http://{_host(given.address)}:{port}/metrics" for port in given.ports]
-    if given.port is not None:
-        return [f"http://{_host(given.address)}:{given.port + k}/metrics" for k in range(given.ranks)]
     files = read_files()
     # The file of a killed rank may still exist, and its process id may belong to another process.
     seen = scrape([_url(file) for file in files])
@@ -124,7 +122,7 @@ def _find(given: argparse.Namespace) -> list[str]:
 
 def _find_again(urls: Sequence[str], job: str, given: argparse.Namespace) -> Sequence[str]:
     """Return the addresses of an elastic job's ranks, which a new generation may have elsewhere."""
-    if given.url or given.ports or given.port is not None:
+    if given.url or given.ports:
         return urls
     return [_url(file) for file in read_files() if file.job == job] or urls
 
@@ -265,10 +263,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="one table, over one interval, then end")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of each table")
     given = parser.parse_args(argv)
-    if given.port is not None and (last := given.port + given.ranks - 1) > MOST_PORT:
-        parser.error(
-            f"argument --ranks: the last one's port would be {last}, but a port is at most {MOST_PORT}"
-        )
+    if given.port is not None:
+        given.ports = range(given.port, given.port + given.ranks)
+        if (last := given.ports[-1]) > MOST_PORT:
+            parser.error(
+                f"argument --ranks: the last one's port would be {last}, but a port is at most {MOST_PORT}"
+            )
     return given
 
 

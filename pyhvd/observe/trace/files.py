@@ -102,6 +102,15 @@ class TraceWriter:
         self._end = at - len(_CLOSING)
 
 
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """Return a file's content, or its first bytes; raise TraceError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as exc:
+        raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+
+
 def read_events(path: Path) -> tuple[list[Event], bool]:
     """Return a file's events, and whether its last line was cut.
 
@@ -110,10 +119,7 @@ def read_events(path: Path) -> tuple[list[Event], bool]:
     TraceError
         The file is not readable, or not a Chrome trace with one event per line.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as exc:
-        raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    data = read_bytes(path)
     try:
         events = _decoder.decode(data)
         cut = False

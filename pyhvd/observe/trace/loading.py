@@ -17,7 +17,7 @@ import msgspec
 
 from pyhvd.common.text import describe_ranks
 from pyhvd.observe.trace.clocks import ClockMap, ClockReading
-from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_events
+from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_bytes, read_events
 from pyhvd.observe.trace.rows import DATA_PATH, MAIN, row_label
 
 
@@ -151,15 +151,8 @@ def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
 
 def _traces_in(directory: Path) -> list[Path]:
     """Return the trace files in a directory; skip other JSON files, such as a merged trace."""
-    return [path for path in sorted(directory.glob("*.json")) if _begins_like_a_trace(path)]
-
-
-def _begins_like_a_trace(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return HEADER.encode() in file.read(200)
-    except OSError as exc:
-        raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    paths = sorted(directory.glob("*.json"))
+    return [path for path in paths if HEADER.encode() in read_bytes(path, most=200)]
 
 
 class Header(msgspec.Struct):

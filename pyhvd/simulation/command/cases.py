@@ -180,10 +180,8 @@ def ask(
     job, *others = jobs
     small = others[len(changed) :]
     given = usual_step(job).seconds
-    found = []
-    for label, other in zip(changed, others, strict=False):
-        seconds = usual_step(other).seconds
-        found.append(Change(label, seconds, 1 - seconds / given))
+    lengths = [usual_step(other).seconds for other in others[: len(changed)]]
+    found = [Change(label, length, 1 - length / given) for label, length in zip(changed, lengths, strict=True)]
     return Answer(
         job,
         small[0] if small else job,
@@ -279,7 +277,8 @@ def run_all(cases: Sequence[Case], progress: Progress) -> list[Simulation]:
 def _run_in_processes(cases: Sequence[Case], processes: int, progress: Progress) -> list[Simulation]:
     context = multiprocessing.get_context("spawn")
     # Each simulation has a process of its own, whose memory is then free again.
-    pool = ProcessPoolExecutor(processes, context, _end_at_interrupt, max_tasks_per_child=1)
+    at_interrupt = signal.SIGINT, signal.SIG_DFL  # end
+    pool = ProcessPoolExecutor(processes, context, signal.signal, at_interrupt, max_tasks_per_child=1)
     try:
         by_size = sorted(range(len(cases)), key=lambda i: -cases[i].ranks)
         futures = {pool.submit(_run_alone, cases[i]): i for i in by_size}
@@ -290,10 +289,6 @@ def _run_in_processes(cases: Sequence[Case], processes: int, progress: Progress)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return [jobs[i] for i in range(len(cases))]
-
-
-def _end_at_interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run_alone(case: Case) -> Simulation:
