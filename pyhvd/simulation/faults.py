@@ -83,6 +83,12 @@ class Faults:
         self._random = random.Random(seed)
         self._notes: dict[int, int] = {}  # by host, the host that its first note was about
         for fault in faults:
+            if isinstance(fault, HostLost):
+                name, number, count = "host", fault.host, world.hosts
+            else:
+                name, number, count = "rank", fault.rank, world.size
+            if not 0 <= number < count:
+                raise ValueError(f"{fault}: there are {name}s 0 to {count - 1}")
             happen = self._lose if isinstance(fault, HostLost) else self._kill
             world.clock.at(fault.at, happen, fault)
 

@@ -126,6 +126,9 @@ class SimulatedWorld:
 
     def __post_init__(self) -> None:
         hosts, local_ranks, knobs = self.hosts, self.local_ranks, self.knobs
+        for name, value in (("hosts", hosts), ("local_ranks", local_ranks)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: a cluster has at least 1")
         capacity = knobs.cache_capacity
         self.size = hosts * local_ranks
         self.fusion_threshold, self.cycle = knobs.fusion_threshold, knobs.cycle_time_ms / 1e3

@@ -136,30 +136,10 @@ class RecordingError(ValueError):
     """A recording does not show what a simulation needs; the text says what is missing."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What a recording shows.
+def from_recording(source: str, traces: Sequence[RankTrace]) -> tuple[Gradients, list[str]]:
+    """Return the gradients of a recording, and notes on what of it is left out.
 
-    Attributes
-    ----------
-    gradients : Gradients
-        Of a step of the rank whose computing time is the median.
-    rank, steps : int
-        That rank, and the number of its steps.
-    notes : list of str
-        What of the recording is left out.
-    """
-
-    gradients: Gradients
-    rank: int
-    steps: int
-    notes: list[str]
-
-
-def from_recording(source: str, traces: Sequence[RankTrace]) -> Recorded:
-    """Return the gradients of a recording, and when they were ready.
-
-    A step ends where a name comes again. Gradients are the allreduces of all ranks whose names are in at
+    They are those of a step of the rank whose computing time is the median. A step ends where a name comes again. Gradients are the allreduces of all ranks whose names are in at
     least half of the steps. Between two submissions a rank computes; but if nothing is in flight any more at
     the second one, it computes only from the end of the last call on.
 
@@ -183,7 +163,7 @@ def from_recording(source: str, traces: Sequence[RankTrace]) -> Recorded:
             " job again with this version of pyhvd"
         )
     gradients = Gradients(source, tuple(ready), ready[-1].after, ready[0].after)
-    return Recorded(gradients, rank, len(whole[rank]), list(_notes(traces, ready, whole[rank])))
+    return gradients, _notes(traces, ready, whole[rank])
 
 
 def _allreduces(trace: RankTrace) -> list[Turn]:

@@ -125,10 +125,9 @@ def _gradients(given: argparse.Namespace) -> Gradients:
             )
         gradients = from_sizes(given.tensors[0], given.tensors[1], given.compute)
     else:
-        recorded = from_recording(given.timeline, load([given.timeline]))
-        for note in recorded.notes:
+        gradients, notes = from_recording(given.timeline, load([given.timeline]))
+        for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        gradients = recorded.gradients
         if given.compute is not None:
             gradients = gradients.scaled(given.compute)
     return gradients.halved() if given.half else gradients

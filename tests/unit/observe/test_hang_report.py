@@ -12,7 +12,15 @@ from hypothesis import given, strategies as st
 from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.controller import Stalled
-from pyhvd.negotiation.messages import JOIN_NAME, ErrorInfo, ErrorKind, bits_of, iter_bits
+from pyhvd.negotiation.messages import (
+    JOIN_NAME,
+    PROTOCOL_VERSION,
+    ErrorInfo,
+    ErrorKind,
+    StackReport,
+    bits_of,
+    iter_bits,
+)
 from pyhvd.observe.hang_report import MAX_CHARACTERS, describe_state, error_of, names_of, warning_of
 from pyhvd.observe.hang_reporter import HangReporter, RankLocations
 from pyhvd.observe.stall_inspector import Answer, Stall, StallInspector
