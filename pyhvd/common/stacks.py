@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 
 import msgspec
 
-from pyhvd.common.text import sendable
+from pyhvd.common.text import cut, sendable
 
 THREAD_PREFIX = "pyhvd"
 """How the names of pyhvd's own threads begin."""
@@ -65,7 +65,8 @@ def shorten_path(path: str) -> str:
     """Return a path relative to the current directory if it is below it."""
     with contextlib.suppress(OSError):
         path = path.removeprefix(os.path.join(os.getcwd(), ""))
-    return _cut(path, keep_end=True)
+    path = sendable(path)
+    return path if len(path) <= MAX_TEXT else f"...{path[3 - MAX_TEXT :]}"
 
 
 def _stack(name: str, frame: FrameType) -> ThreadStack | None:
@@ -117,12 +118,8 @@ def _name(code: CodeType) -> str:
     return _cut(code.co_qualname.rpartition("<locals>.")[2])
 
 
-def _cut(text: str, *, keep_end: bool = False) -> str:
-    if not text.isascii():
-        text = sendable(text)
-    if len(text) <= MAX_TEXT:
-        return text
-    return f"...{text[3 - MAX_TEXT :]}" if keep_end else f"{text[: MAX_TEXT - 3]}..."
+def _cut(text: str) -> str:
+    return cut(sendable(text), MAX_TEXT)
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from itertools import combinations, product
 
 from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.common.stacks import MAX_FRAMES, ThreadStack
-from pyhvd.common.text import cut_lines, describe_hosts, describe_ranks, list_hosts
+from pyhvd.common.text import cut, cut_lines, describe_hosts, describe_ranks, list_hosts
 from pyhvd.controller import Stalled
 from pyhvd.errors import StallError
 from pyhvd.negotiation.messages import (
@@ -98,7 +98,7 @@ def _fit(make: Callable[[_Detail], list[str]]) -> str:
     """Return the text with the most detail that is not too long."""
     text = ""
     for detail in _DETAILS:
-        text = "\n".join(_cut(line, detail.width) for line in make(detail))
+        text = "\n".join(cut(line, detail.width) for line in make(detail))
         if len(text) <= MAX_CHARACTERS:
             break
     return text
@@ -433,10 +433,6 @@ def _name_of(tensor: Stalled, detail: _Detail = _ALL) -> str:
         name = f"{name[: most // 2]}...{name[-(most // 2 - 3) :]}"  # names often differ in their ends only
     name = repr(name)
     return name if tensor.process_set == GLOBAL_SET else f"{name} of process set {tensor.process_set}"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _shown(name: str) -> str:

@@ -33,6 +33,10 @@ class Clock:
         """Call a function at a time; at once, after what is due already, if that has passed."""
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call, args))
 
+    def after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        """Call a function so much later."""
+        self.at(self.now + seconds, call, *args)
+
     def run(self, until: float) -> bool:
         """Carry out all events up to a time; return whether later ones are left.
 

@@ -151,4 +151,4 @@ class Faults:
         text = f"the connection to host {world.name_of(lost)} ({ranks}) has failed"
         raised = SECONDARY, 1, f"RankFailedError: {text}"
         for rank in world.ranks_of(host):
-            world.clock.at(world.clock.now + world.network.wake, self._end, rank, text, *raised)
+            world.clock.after(world.network.wake, self._end, rank, text, *raised)

@@ -119,12 +119,11 @@ class SimulatedRank:
 
     def advance(self) -> None:
         """Go on with the program."""
-        now = self._world.clock.now
         for action in self._program:
             if isinstance(action, Hang):
                 return
             if isinstance(action, Compute):
-                self._world.clock.at(now + action.seconds, self.advance)
+                self._world.clock.after(action.seconds, self.advance)
                 return
             if isinstance(action, Submit):
                 self._submit([(action.process_set, request_of(tensor)) for tensor in action.tensors])
@@ -143,7 +142,7 @@ class SimulatedRank:
 
     def _submit(self, requests: Sequence[tuple[int, Request]]) -> None:
         if not self._fresh:
-            self._world.clock.at(self._world.clock.now + self._world.cycle, self._flush)
+            self._world.clock.after(self._world.cycle, self._flush)
         self._fresh += requests
         self._in_flight += len(requests)
 
@@ -154,8 +153,8 @@ class SimulatedRank:
         if marked and self._table is not None:
             self._table.process.call(self._table.mark, self.rank, marked)
         if left:
-            now = self._world.clock.now
-            self._world.clock.at(now + self._world.network.wake, self.process.call, self._send_requests, left)
+            wake = self._world.network.wake
+            self._world.clock.after(wake, self.process.call, self._send_requests, left)
 
     def _split(self, fresh: Sequence[tuple[int, Request]]) -> tuple[int, list[tuple[int, Request]]]:
         """Return the slots to mark ready, and the requests to send."""
@@ -191,8 +190,7 @@ class SimulatedRank:
 
     def arrive(self, source: int, payload: bytes) -> None:
         """Take a message that has arrived."""
-        wake = self._world.network.wake
-        self._world.clock.at(self._world.clock.now + wake, self.process.call, self._take, source, payload)
+        self._world.clock.after(self._world.network.wake, self.process.call, self._take, source, payload)
 
     def _take(self, source: int, payload: bytes) -> None:
         self.process.spend(self._world.network.message_cpu)
@@ -224,7 +222,7 @@ class SimulatedRank:
 
     def look_at_log(self) -> None:
         """Note, at any time, that the log of the host's table has grown."""
-        self._world.clock.at(self._world.clock.now, self.process.wake)
+        self._world.clock.after(0.0, self.process.wake)
 
     def take_back(self, bits: int) -> None:
         """Note, at any time, that marks of these slots are void: their tensors are to be submitted again."""

@@ -202,15 +202,13 @@ class SimulatedWorld:
 
     def note_wait(self, rank: int) -> None:
         """Note that a rank waits for its tensors."""
-        step = self._step(self._waits_of[rank])
-        self._waits_of[rank] += 1
+        step = self._next_step(self._waits_of, rank)
         step.begun_waiting += self.clock.now
         step.last_waiting = max(step.last_waiting, self.clock.now)
 
     def note_step(self, rank: int) -> None:
         """Note that a rank has ended a step."""
-        step = self._step(self._steps_of[rank])
-        self._steps_of[rank] += 1
+        step = self._next_step(self._steps_of, rank)
         step.ended += 1
         step.last_end = self.clock.now
         if step.ended == self.size:
@@ -226,10 +224,12 @@ class SimulatedWorld:
             [table.process.busy for table in self.tables],
         )
 
-    def _step(self, number: int) -> SimulatedStep:
-        while len(self.steps) <= number:
+    def _next_step(self, counts: list[int], rank: int) -> SimulatedStep:
+        """Count a step of a rank; return it."""
+        counts[rank] += 1
+        if len(self.steps) < counts[rank]:
             self.steps.append(SimulatedStep())
-        return self.steps[number]
+        return self.steps[counts[rank] - 1]
 
     def announce(self, number: int, audience: int) -> bool:
         """Give rank 0's list its place in the ready log; return False if there is no room now. 0: no list."""

@@ -139,9 +139,10 @@ class RecordingError(ValueError):
 def from_recording(source: str, traces: Sequence[RankTrace]) -> tuple[Gradients, list[str]]:
     """Return the gradients of a recording, and notes on what of it is left out.
 
-    They are those of a step of the rank whose computing time is the median. A step ends where a name comes again. Gradients are the allreduces of all ranks whose names are in at
-    least half of the steps. Between two submissions a rank computes; but if nothing is in flight any more at
-    the second one, it computes only from the end of the last call on.
+    They are those of a step of the rank whose computing time is the median. A step ends where a name comes
+    again. Gradients are the allreduces of all ranks whose names are in at least half of the steps. Between
+    two submissions a rank computes; but if nothing is in flight any more at the second one, it computes only
+    from the end of the last call on.
 
     Raises
     ------

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from pyhvd.common.command_line import CommandParser
+from pyhvd.common.command_line import CommandParser, show_progress
 from pyhvd.common.units import parse_rate, parse_size, parse_span
 from pyhvd.config import Config
 from pyhvd.errors import ConfigError
 from pyhvd.observe.trace.files import TraceError
 from pyhvd.observe.trace.loading import load
 from pyhvd.simulation import HostLost, Machine, Network
-from pyhvd.simulation.command.cases import LARGE, Answer, Case, Progress, SimulateUsageError, ask
+from pyhvd.simulation.command.cases import LARGE, Answer, Case, SimulateUsageError, ask
 from pyhvd.simulation.command.gradients import (
     Gradients,
     RecordingError,
@@ -55,7 +54,7 @@ def main(argv: list[str], cpu: float | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         case, gradients = _read(given, cpu)
-        with _progress() as progress:
+        try:
             answer = ask(
                 case,
                 gradients,
@@ -63,8 +62,10 @@ def main(argv: list[str], cpu: float | None = None) -> int:
                 by_hosts=given.plot is not None,
                 faults=tuple(given.lose),
                 elastic=given.elastic,
-                progress=progress,
+                progress=lambda done, total: show_progress(f"simulating: {done} of {total} done"),
             )
+        finally:
+            show_progress("")
     except (TraceError, RecordingError) as exc:
         parser.error(f"argument --timeline: {exc}")
     except (SimulateUsageError, ConfigError) as exc:
@@ -131,22 +132,6 @@ def _gradients(given: argparse.Namespace) -> Gradients:
         if given.compute is not None:
             gradients = gradients.scaled(given.compute)
     return gradients.halved() if given.half else gradients
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Yield a function that shows how far the simulations are: on a terminal, in a line that vanishes."""
-    shown = sys.stderr.isatty()
-
-    def show_progress(done: int, total: int) -> None:
-        if shown:
-            print(f"\r\x1b[Ksimulating: {done} of {total} done", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show_progress
-    finally:
-        if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _print(given: argparse.Namespace, case: Case, gradients: Gradients, answer: Answer) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from pyhvd.common.command_line import CommandParser
+from pyhvd.common.command_line import CommandParser, show_progress
 from pyhvd.common.text import describe_exception
 from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.run.cli import positive_float, positive_int
@@ -107,16 +107,16 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
 
 def _from_outside(options: argparse.Namespace) -> Report:
     try:
-        _say("looking around")
+        show_progress("looking around")
         facts = gather(min(options.timeout, _PROBE_S))
         trial = None
         if options.on_hosts:
             return _on_hosts(options, facts)
         sound = facts.mpiexec and not facts.mpi.error and not any(facts.extensions.values())
         if sound and not options.no_run:
-            trial = try_out(options.num_proc, options.timeout, _say)
+            trial = try_out(options.num_proc, options.timeout, show_progress)
     finally:
-        _say("")
+        show_progress("")
     return Report([facts], {facts.host: examine(facts, options.num_proc, trial)}, trial)
 
 
@@ -133,20 +133,15 @@ def _on_hosts(options: argparse.Namespace, facts: DoctorFacts) -> Report:
     with tempfile.TemporaryDirectory(prefix="pyhvd-doctor-") as name:
         folder = Path(name)
         wanted = [*flags, "--start-timeout", f"{options.timeout / 2:g}", "--output-filename", name, *program]
-        error = run_job(wanted, "the ranks", options.timeout, folder, lambda: _say("trying the hosts out"))
+        error = run_job(
+            wanted, "the ranks", options.timeout, folder, lambda: show_progress("trying the hosts out")
+        )
         said = next(folder.glob("rank.*0/stdout"), None)
         with contextlib.suppress(msgspec.DecodeError):
             if said is not None:  # a report of problems ends the job with code 1
                 return msgspec.json.decode(said.read_bytes(), type=Report)
     trial = Trial(0, time.monotonic() - begun, error=error or "rank 0 has sent no report")
     return Report([facts], {facts.host: examine(facts, 0, trial)}, trial)
-
-
-def _say(text: str) -> None:
-    """Redraw the progress line on a terminal; elsewhere do nothing."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
 
 
 # -- as a rank ---------------------------------------------------------------------------

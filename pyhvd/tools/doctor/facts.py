@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -234,11 +235,8 @@ def _window_bytes() -> tuple[int, int]:
 
 
 def _processor() -> str:
-    for line in read_or_empty(Path("/proc/cpuinfo")).splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model"):
-            return value.strip()
-    return platform.processor()
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.*)", read_or_empty(Path("/proc/cpuinfo")), re.M)
+    return found[1].strip() if found else platform.processor()
 
 
 def _cores() -> Cores:
@@ -248,12 +246,9 @@ def _cores() -> Cores:
 
 
 def _memory() -> HostMemory:
-    values: dict[str, int] = {}
-    for line in read_or_empty(Path("/proc/meminfo")).splitlines():
-        name, _, rest = line.partition(":")
-        if rest.endswith("kB"):
-            values[name] = int(rest.split()[0]) * 1024
-    return HostMemory(values.get("MemTotal"), values.get("MemAvailable"), cgroup_limits()[1])
+    found = re.findall(r"^(\w+):\s*(\d+) kB", read_or_empty(Path("/proc/meminfo")), re.M)
+    nbytes = {name: int(kib) * 1024 for name, kib in found}
+    return HostMemory(nbytes.get("MemTotal"), nbytes.get("MemAvailable"), cgroup_limits()[1])
 
 
 def gpus() -> list[str]:

@@ -99,7 +99,7 @@ def test_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytes
 def test_the_processor_by_its_name_or_else_its_architecture(
     cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathering, "_read", lambda _: cpuinfo)
+    monkeypatch.setattr(gathering, "read_or_empty", lambda _: cpuinfo)
     monkeypatch.setattr("platform.processor", lambda: "aarch64")
     assert gathering._processor() == name
 
