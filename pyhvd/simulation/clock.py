@@ -19,13 +19,10 @@ class Clock:
     ----------
     now : float
         The time of the event that is being carried out.
-    events : int
-        How many events have been carried out.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.events = 0
         self._numbers = count()
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
@@ -47,7 +44,6 @@ class Clock:
         try:
             while due and due[0][0] <= until:
                 self.now, _, call, args = heapq.heappop(due)
-                self.events += 1
                 call(*args)
         finally:
             if collects:
@@ -75,8 +71,8 @@ class SimulatedProcess:
 
     Attributes
     ----------
-    busy, longest : float
-        CPU time (s) of all turns so far, and of the longest one.
+    busy : float
+        CPU time (s) of all turns so far.
     blocked : bool
         Whether tasks wait until :meth:`resume`.
     """
@@ -86,7 +82,6 @@ class SimulatedProcess:
     settle: Callable[[], object]
     sharers: float = 1.0
     busy: float = 0.0
-    longest: float = 0.0
     blocked: bool = False
     _begun: float = 0.0
     _extra: float = 0.0
@@ -134,7 +129,6 @@ class SimulatedProcess:
         used = self._used()
         self._begun = 0.0
         self.busy += used
-        self.longest = max(self.longest, used)
         self._free_at = self.clock.now + self.sharers * used
         self._plan_turn()
 

@@ -76,7 +76,6 @@ class SimulatedStep:
 class BatchRun:
     """A batch that ran: from when the last rank entered it until its end, and its cost."""
 
-    batch: SimulatedBatch
     begin: float
     end: float
     cost: Cost
@@ -262,7 +261,7 @@ class SimulatedWorld:
             cost = self._cost_of(batch.kind, batch.nbytes, here, local, batch.tensors)
             begin = max(entered.values())
             end = begin + cost.seconds
-            self.runs.append(BatchRun(batch, begin, end, cost))
+            self.runs.append(BatchRun(begin, end, cost))
             self.clock.at(end, self._complete, entered)
 
     def _complete(self, ranks: Iterable[SimulatedRank]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -265,9 +266,5 @@ def _notes(
 
 def _waits_inside(step: Sequence[Turn]) -> bool:
     """Return whether a gradient of a step was submitted after all earlier ones had ended."""
-    ended = math.inf
-    for turn in step:
-        if ended <= _submitted(turn):
-            return True
-        ended = turn.ended if math.isinf(ended) else max(ended, turn.ended)
-    return False
+    ends = itertools.accumulate((turn.ended for turn in step), max)
+    return any(ended <= _submitted(turn) for ended, turn in zip(ends, step[1:], strict=False))

@@ -49,7 +49,7 @@ def test_events_of_one_time_keep_their_order() -> None:
     assert clock.run(until=1.5)
     assert seen == ["first", "second", "in the past: now"]
     assert not clock.run(until=2.0)
-    assert (clock.now, clock.events) == (2.0, 5)
+    assert clock.now == 2.0
 
 
 @pytest.mark.parametrize("sharers", [1, 2])
@@ -67,7 +67,7 @@ def test_a_process_works_one_turn_after_the_other(sharers: int) -> None:
     clock.run(10.0)
     # What has come meanwhile is one turn.
     assert seen == [(0.0, "a"), (1.0 * sharers, "b"), (1.0 * sharers, "c")]
-    assert (process.busy, process.longest) == (1.0 + 1.75, 1.75)
+    assert process.busy == 1.0 + 1.75
 
 
 def test_messages_share_a_link_and_keep_their_order() -> None:
