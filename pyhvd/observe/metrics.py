@@ -183,10 +183,10 @@ class _OpenHistogram:
     buckets: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     sum: int = 0
 
-    def observe(self, value: int, times: int = 1) -> None:
-        """Count a value ``times`` times."""
-        self.buckets[bucket_of(value)] += times
-        self.sum += value * times
+    def observe(self, value: int) -> None:
+        """Count a value."""
+        self.buckets[bucket_of(value)] += 1
+        self.sum += value
 
 
 def bucket_of(value: int) -> int:

@@ -44,11 +44,6 @@ class Family:
         """The name for Prometheus."""
         return f"pyhvd_{self.field}" + "_total" * (self.kind == "counter")
 
-    def samples(self, metrics: Metrics) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
-        """Return the values of its own labels, and the sample, of each."""
-        field = "seconds" if self.field == "uptime_seconds" else self.field
-        return _flatten(getattr(metrics, field))
-
 
 def _flatten(value: Any) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
     """Yield the keys that lead to each number or histogram in nested dicts and tuples by rank."""
@@ -140,7 +135,8 @@ class _Collector:
         rank = str(metrics.rank)
         for family in FAMILIES:
             made = make[family.kind](family.name, family.doc, labels=("rank", *family.labels))
-            for labels, value in family.samples(metrics):
+            field = "seconds" if family.field == "uptime_seconds" else family.field
+            for labels, value in _flatten(getattr(metrics, field)):
                 if isinstance(value, Histogram):
                     made.add_metric((rank, *labels), _buckets(value), value.sum)
                 else:

@@ -189,14 +189,8 @@ Show = Callable[[str, Sequence[RateRow], Sequence[HostRow]], None]
 
 
 def _show_json(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:
-    ranks = [dataclasses.asdict(row) for row in rows]
-    found = {
-        "job": rows[0].job,
-        "title": title,
-        "ranks": ranks,
-        "hosts": list(map(dataclasses.asdict, hosts)),
-    }
-    print(json.dumps(found), flush=True)
+    found = {"job": rows[0].job, "title": title, "ranks": rows, "hosts": hosts}
+    print(json.dumps(found, default=dataclasses.asdict), flush=True)
 
 
 def _show_plain(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:

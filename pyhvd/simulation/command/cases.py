@@ -50,7 +50,7 @@ class SimulateUsageError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One simulation: the arguments of :func:`pyhvd.testing.simulate`."""
+    """One simulation of training: its parts, steps and late ranks, and further arguments of ``simulate``."""
 
     hosts: int
     local_ranks: int
@@ -72,20 +72,11 @@ class Case:
 
     def simulate(self) -> Simulation:
         """Run the simulation."""
-        step = sum(part.compute for part in self.parts) + max((self.late or {}).values(), default=0.0)
-        return simulate(
-            self.hosts,
-            self.local_ranks,
-            training_in_parts(self.parts, self.steps, self.late),
-            self.network,
-            self.faults,
-            self.seed,
-            machine=self.machine,
-            config=self.config,
-            elastic=self.elastic,
-            cpu=self.cpu,
-            until=_AFTER_FAULT_S * (1 + self.steps) + self.steps * step,
-        )
+        given = dict(vars(self))
+        parts, steps, late = (given.pop(name) for name in ("parts", "steps", "late"))
+        step = sum(part.compute for part in parts) + max((late or {}).values(), default=0.0)
+        until = _AFTER_FAULT_S * (1 + steps) + steps * step
+        return simulate(program=training_in_parts(parts, steps, late), until=until, **given)
 
 
 def efficiency(one_host: Simulation, job: Simulation) -> float:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -150,30 +151,28 @@ def _on_hosts(options: argparse.Namespace, facts: DoctorFacts) -> Report:
 def _as_rank(place: RankEnv, timeout: float) -> Report | None:
     """Run the trial with the ranks of this mpiexec; return the report on rank 0."""
     facts = gather(min(timeout, _PROBE_S)) if place.local_rank == 0 else None
-    with _Watchdog(place, timeout) as watchdog:
+    with _watchdog(place, timeout) as stages:
         from pyhvd.tools.doctor.ranks import measure
 
         begun = time.monotonic()
         found, error = None, ""
         try:
-            found = measure(watchdog.say)
+            found = measure(stages.append)
         except Exception as exc:  # an init() that fails is one of the faults that the doctor reports
             error = describe_exception(exc)
         seconds = time.monotonic() - begun
-        stage = watchdog.stage
-        watchdog.say("gathering facts")
+        stage = stages[-1]
+        stages.append("gathering facts")
         from mpi4py import MPI
 
         gathered = MPI.COMM_WORLD.gather((socket.gethostname(), facts, error, stage))
     if gathered is None:
         return None
     hosts: list[DoctorFacts] = [facts for _, facts, _, _ in gathered if facts is not None]
-    errors = [error for _, _, error, _ in gathered if error]
-    if errors:
-        stages = {rank: stage for rank, (_, _, _, stage) in enumerate(gathered)}
-        trial = Trial(len(gathered), seconds, error=errors[0], stages=stages)
-    else:
-        trial = Trial(len(gathered), seconds, found)
+    trial = Trial(len(gathered), seconds, found)
+    if errors := [error for _, _, error, _ in gathered if error]:
+        reached = {rank: stage for rank, (_, _, _, stage) in enumerate(gathered)}
+        trial = Trial(len(gathered), seconds, error=errors[0], stages=reached)
     findings = {}
     for each in hosts:
         ranks = sum(host == each.host for host, _, _, _ in gathered)
@@ -181,31 +180,23 @@ def _as_rank(place: RankEnv, timeout: float) -> Report | None:
     return Report(hosts, findings, trial)
 
 
-class _Watchdog:
-    """A context manager that ends a rank that hangs, and names the stage."""
+@contextlib.contextmanager
+def _watchdog(place: RankEnv, timeout: float) -> Iterator[list[str]]:
+    """End this rank if the block hangs, and name its stage: the last one in the list that this yields."""
+    stages = ["starting"]
 
-    def __init__(self, place: RankEnv, timeout: float) -> None:
-        self.stage = "starting"
-        self._place = place
-        self._timeout = timeout
-        self._timer = threading.Timer(timeout, self._bite)
-        self._timer.daemon = True
-
-    def say(self, stage: str) -> None:
-        """Note the next stage."""
-        self.stage = stage
-
-    def __enter__(self) -> _Watchdog:
-        self._timer.start()
-        # A Python thread needs the GIL, which a hung MPI_Init may hold; this timer does not. It stays armed:
-        # MPI_Finalize at the interpreter's exit may hang too.
-        faulthandler.dump_traceback_later(self._timeout + 5, exit=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def _bite(self) -> None:
-        text = f"pyhvd doctor: {self._place.title} has hung for {self._timeout:g} s at {self.stage!r}\n"
+    def bite() -> None:
+        text = f"pyhvd doctor: {place.title} has hung for {timeout:g} s at {stages[-1]!r}\n"
         os.write(2, text.encode())
         os._exit(1)
+
+    timer = threading.Timer(timeout, bite)
+    timer.daemon = True
+    timer.start()
+    # A Python thread needs the GIL, which a hung MPI_Init may hold; this timer does not. It stays armed:
+    # MPI_Finalize at the interpreter's exit may hang too.
+    faulthandler.dump_traceback_later(timeout + 5, exit=True)
+    try:
+        yield stages
+    finally:
+        timer.cancel()

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,23 +41,14 @@ _COPY_BYTES = 32 << 20
 _MEETING_S = 0.002
 
 
-class _Listener(logging.Handler):
-    """Keeps pyhvd's warnings; with this handler installed, pyhvd prints nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def measure(say: Callable[[str], None]) -> TrialFacts:
     """Test the ranks of this job; call ``say`` with the name of each stage before it starts. Collective.
 
     pyhvd is not initialised before or after.
     """
-    listener = _Listener()
+    # It keeps pyhvd's warnings; with a handler installed, pyhvd prints nothing.
+    listener = BufferingHandler(capacity=sys.maxsize)
+    listener.setLevel(logging.WARNING)
     logging.getLogger("pyhvd").addHandler(listener)
     say("MPI_Init_thread")
     from mpi4py import MPI
@@ -86,7 +78,8 @@ def measure(say: Callable[[str], None]) -> TrialFacts:
         say("shutdown()")
         hvd.shutdown()
     say("gathering what pyhvd warned of")
-    warnings = sorted({text for texts in comm.allgather(listener.texts) for text in texts})
+    heard = [record.getMessage() for record in listener.buffer]
+    warnings = sorted({text for texts in comm.allgather(heard) for text in texts})
     return TrialFacts(ranks, ring, offsets, lanes, copy_rate, warnings, links)
 
 
