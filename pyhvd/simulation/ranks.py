@@ -32,7 +32,6 @@ from pyhvd.transport.control import Delivered
 from pyhvd.transport.tree import Tree
 
 if TYPE_CHECKING:
-    from pyhvd.simulation.agreement import HostTable
     from pyhvd.simulation.stalls import Stalls
     from pyhvd.simulation.world import SimulatedWorld
 
@@ -84,15 +83,11 @@ class SimulatedRank:
         The simulated cluster.
     tree : Tree
         The rank's place in the tree of messages.
-    table : HostTable or None
-        Its host's ready table, if cached tensors are agreed on there.
     coordinator : Coordinator or None
         On rank 0.
     """
 
-    def __init__(
-        self, world: SimulatedWorld, tree: Tree, table: HostTable | None, coordinator: Coordinator | None
-    ) -> None:
+    def __init__(self, world: SimulatedWorld, tree: Tree, coordinator: Coordinator | None) -> None:
         self.rank = tree.rank
         self.host = world.host_of(self.rank)
         self.process = world.make_process(self._settle)
@@ -103,7 +98,8 @@ class SimulatedRank:
         self.error = ""
         self.carried_out: list[object] = []
         self._world = world
-        self._table = table
+        # Its host's ready table, if cached tensors are agreed on there.
+        self._table = world.tables[self.host] if world.tables else None
         self._program = world.program(self.rank, world.size)
         self._fresh: list[tuple[int, Request]] = []
         self._in_flight = 0

@@ -79,9 +79,8 @@ class Stalls:
         self.longest = 0.0
         self._world = world
         self._process = world.ranks[0].process
-        hosts = [world.host_of(rank) for rank in range(world.size)]
         places = [
-            ProcessPlace(world.name_of(host), 1000 + rank, str(host)) for rank, host in enumerate(hosts)
+            ProcessPlace(world.name_of(rank.host), 1000 + rank.rank, str(rank.host)) for rank in world.ranks
         ]
         self._where = [_Locations(rank, places, world=world) for rank in range(world.size)]
         coordinator = world.ranks[0].node.coordinator

@@ -151,12 +151,7 @@ class SimulatedWorld:
         coordinator = Coordinator(self.size, capacity, (), self._coordinator_table)
         leaders = [rank - rank % local_ranks for rank in range(self.size)]
         self.ranks = [
-            SimulatedRank(
-                self,
-                Tree.of(rank, leaders),
-                self.tables[self.host_of(rank)] if self.tables else None,
-                None if rank else coordinator,
-            )
+            SimulatedRank(self, Tree.of(rank, leaders), None if rank else coordinator)
             for rank in range(self.size)
         ]
         for table in self.tables:

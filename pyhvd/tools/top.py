@@ -14,11 +14,11 @@ import json
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from pyhvd.common.command_line import CommandParser
-from pyhvd.common.tables import align
+from pyhvd.common.tables import align, rich_table
 from pyhvd.observe.endpoint_files import RankFile, read_files
 from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.scraping import HostRow, RateRow, host_rates, rates, scrape
@@ -206,22 +206,12 @@ def _rich_screen() -> Iterator[Show]:
     from rich.console import Group
     from rich.live import Live
     from rich.markup import escape
-    from rich.table import Table
-
-    def table_of(
-        columns: Sequence[str], lines: Iterable[tuple[str, ...]], key: str, title: str = ""
-    ) -> Table:
-        table = Table(title=escape(title), caption=key, title_justify="left")
-        for column in columns:
-            table.add_column(column, justify="right")
-        for line in lines:
-            table.add_row(*map(escape, line))
-        return table
 
     def show(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:
-        tables = [table_of(_COLUMNS, map(cells, rows), _KEY, title)]
+        layout = {"caption": _KEY, "title": escape(title), "title_justify": "left"}
+        tables = [rich_table(_COLUMNS, map(cells, rows), **layout)]
         if hosts:
-            tables.append(table_of(_HOST_COLUMNS, map(host_cells, hosts), _HOST_KEY))
+            tables.append(rich_table(_HOST_COLUMNS, map(host_cells, hosts), caption=_HOST_KEY))
         live.update(Group(*tables), refresh=True)
 
     with Live(auto_refresh=False) as live:

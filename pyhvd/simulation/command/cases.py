@@ -166,9 +166,7 @@ def ask(
     changed = changes(case, gradients, parts)
     powers = [1 << k for k in range((case.hosts - 1).bit_length())]  # of 2, below the number of hosts
     fewer = [replace(case, hosts=hosts) for hosts in (powers if by_hosts else powers[:1])]
-    cases = [case, *changed.values(), *fewer]
-    jobs = run_all(cases, progress)
-    job, *others = jobs
+    job, *others = run_all([case, *changed.values(), *fewer], progress)
     small = others[len(changed) :]
     given = usual_step(job).seconds
     lengths = [usual_step(other).seconds for other in others[: len(changed)]]

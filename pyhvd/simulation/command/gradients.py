@@ -91,15 +91,9 @@ def from_sizes(source: str, sizes: Sequence[int], compute: float) -> Gradients:
     """Return gradients of these bytes, which are ready one after the other in the backward pass."""
     begin = FORWARD * compute
     each = (compute - begin) / len(sizes)
-    return Gradients(
-        source,
-        tuple(
-            ReadyGradient(Tensor(f"gradient.{i}", nbytes), begin + (i + 1) * each)
-            for i, nbytes in enumerate(sizes)
-        ),
-        compute,
-        begin,
-    )
+    tensors = [Tensor(f"gradient.{i}", nbytes) for i, nbytes in enumerate(sizes)]
+    ready = [ReadyGradient(tensor, begin + i * each) for i, tensor in enumerate(tensors, 1)]
+    return Gradients(source, tuple(ready), compute, begin)
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -46,8 +46,7 @@ def show(case: Case, gradients: Gradients, answer: Answer) -> None:
     print()
     print_table("where the time of a step goes", ["part", "ms", "share"], rows)
     print()
-    for line in _lines(answer, step):
-        print(line)
+    print(*_lines(answer, step), sep="\n")
     print()
     _show_changes(answer, step)
     if answer.faulty is not None and answer.faulty.failure is not None:

@@ -43,11 +43,11 @@ def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Tria
             f"{ranks} ranks",
             timeout,
             folder,
-            lambda: progress(read_stages(folder, 1).get(0, "starting ranks")),
+            lambda: progress(read_stages(folder).get(0, "starting ranks")),
         )
         seconds = time.monotonic() - begun
         if error:
-            return Trial(ranks, seconds, error=error, stages=read_stages(folder, ranks))
+            return Trial(ranks, seconds, error=error, stages=read_stages(folder))
         found = msgspec.json.decode((folder / "found.json").read_bytes(), type=TrialFacts)
         return Trial(ranks, seconds, found)
 
@@ -92,13 +92,9 @@ def run_job(
     return f"{who} ended with code {job.returncode}: {tail}"
 
 
-def read_stages(folder: Path, ranks: int) -> dict[int, str]:
+def read_stages(folder: Path) -> dict[int, str]:
     """Return each rank's last stage; ranks that did not start are absent."""
-    stages = {}
-    for rank in range(ranks):
-        with contextlib.suppress(OSError):
-            stages[rank] = (folder / f"stage.{rank}").read_text()
-    return stages
+    return {int(path.suffix[1:]): path.read_text() for path in folder.glob("stage.*")}
 
 
 def _wait(job: subprocess.Popen[bytes], until: float, progress: Callable[[], None]) -> bool:

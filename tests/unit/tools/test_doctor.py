@@ -106,7 +106,7 @@ def test_the_processor_by_its_name_or_else_its_architecture(
 
 def test_stages_are_read_where_there_are_any(tmp_path: Path) -> None:
     (tmp_path / "stage.1").write_text("ring test")
-    assert read_stages(tmp_path, 3) == {1: "ring test"}
+    assert read_stages(tmp_path) == {1: "ring test"}
 
 
 def test_a_child_hears_nothing_of_the_job_around_it() -> None:
