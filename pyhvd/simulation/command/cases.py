@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of simulations that have ended, and of all."""
 
 
-class SimulateUsageError(ValueError):
+class FlagError(ValueError):
     """Flags do not fit each other, or make a simulation too large; the text names them."""
 
 
@@ -159,7 +159,7 @@ def ask(
         See :data:`Progress`.
     """
     if case.ranks * len(gradients.ready) > MOST_WORK:
-        raise SimulateUsageError(
+        raise FlagError(
             f"argument --hosts: all ranks submit {case.ranks * len(gradients.ready):,} gradients in a step"
             f" together: expected at most {MOST_WORK:,}"
         )
@@ -170,7 +170,7 @@ def ask(
     small = others[len(changed) :]
     given = usual_step(job).seconds
     lengths = [usual_step(other).seconds for other in others[: len(changed)]]
-    found = [Change(label, length, 1 - length / given) for label, length in zip(changed, lengths, strict=True)]
+    found = [Change(label, took, 1 - took / given) for label, took in zip(changed, lengths, strict=True)]
     return Answer(
         job,
         small[0] if small else job,
@@ -187,7 +187,7 @@ def _lose(case: Case, step: float, faults: tuple[HostLost, ...], *, elastic: boo
     steps = int(last / step) + 3
     if steps * case.ranks > _MOST_STEPS:
         latest = step * _MOST_STEPS / case.ranks
-        raise SimulateUsageError(
+        raise FlagError(
             f"argument --lose: {steps:,} steps would be simulated until {last:g} s: expected at most"
             f" {latest:.3g} s"
         )

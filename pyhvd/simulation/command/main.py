@@ -18,7 +18,7 @@ from pyhvd.errors import ConfigError
 from pyhvd.observe.trace.files import TraceError
 from pyhvd.observe.trace.loading import load
 from pyhvd.simulation import HostLost, Machine, Network
-from pyhvd.simulation.command.cases import LARGE, Answer, Case, SimulateUsageError, ask
+from pyhvd.simulation.command.cases import LARGE, Answer, Case, FlagError, ask
 from pyhvd.simulation.command.gradients import (
     Gradients,
     RecordingError,
@@ -68,7 +68,7 @@ def main(argv: list[str], cpu: float | None = None) -> int:
             show_progress("")
     except (TraceError, RecordingError) as exc:
         parser.error(f"argument --timeline: {exc}")
-    except (SimulateUsageError, ConfigError) as exc:
+    except (FlagError, ConfigError) as exc:
         parser.error(str(exc))
     except BrokenProcessPool:
         print(
@@ -89,18 +89,18 @@ def _read(given: argparse.Namespace, cpu: float | None) -> tuple[Case, Gradients
     ranks = given.hosts * given.local_ranks
     for rank, _ in given.straggler:
         if rank >= ranks:
-            raise SimulateUsageError(f"argument --straggler: there is no rank {rank}: expected 0 to {ranks - 1}")
+            raise FlagError(f"argument --straggler: there is no rank {rank}: expected 0 to {ranks - 1}")
     for fault in given.lose:
         if fault.host >= given.hosts:
-            raise SimulateUsageError(
+            raise FlagError(
                 f"argument --lose: there is no host {fault.host}: expected 0 to {given.hosts - 1}"
             )
     if len({fault.host for fault in given.lose}) == given.hosts:
-        raise SimulateUsageError("argument --lose: all hosts would be lost: expected 1 or more that are left")
+        raise FlagError("argument --lose: all hosts would be lost: expected 1 or more that are left")
     if given.elastic and not given.lose:
-        raise SimulateUsageError("argument --elastic: has an effect only with --lose: expected both")
+        raise FlagError("argument --elastic: has an effect only with --lose: expected both")
     if given.plot is not None and not can_draw():
-        raise SimulateUsageError(f"argument --plot: {NEEDED}")
+        raise FlagError(f"argument --plot: {NEEDED}")
     gradients = _gradients(given)
     config, _ = Config.from_env(**given.fusion_threshold)
     case = Case(
@@ -121,7 +121,7 @@ def _read(given: argparse.Namespace, cpu: float | None) -> tuple[Case, Gradients
 def _gradients(given: argparse.Namespace) -> Gradients:
     if given.timeline is None:
         if given.compute is None:
-            raise SimulateUsageError(
+            raise FlagError(
                 "argument --compute: is missing: expected with --tensors how long a step computes"
             )
         gradients = from_sizes(given.tensors[0], given.tensors[1], given.compute)

@@ -192,7 +192,8 @@ def shared_memory(path: str = "/dev/shm") -> Shared:
 
 def _is_in_memory(path: str, mounts: Path = Path("/proc/self/mounts")) -> bool:
     """Return whether a folder is on a file system in memory; also if that is not known."""
-    found = {words[1]: words[2] for line in read_or_empty(mounts).splitlines() if len(words := line.split()) > 2}
+    lines = read_or_empty(mounts).splitlines()
+    found = {words[1]: words[2] for line in lines if len(words := line.split()) > 2}
     place = Path(path).resolve()
     kind = next((found[str(each)] for each in (place, *place.parents) if str(each) in found), "tmpfs")
     return kind in ("tmpfs", "ramfs")
