@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from pyhvd.common.processes import ProcessPlace, ProcessState, state_of
 from pyhvd.common.stacks import user_stacks, waits_inside
@@ -31,6 +30,10 @@ from pyhvd.observe.stall_inspector import Answer, Inquiry, StallInspector
 _log = logging.getLogger("pyhvd")
 
 Send = Callable[[int, bytes], object]
+
+
+def _log_warning(text: str) -> None:
+    _log.warning("%s", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class HangReporter:
     send: Send
     pending: Callable[[float], list[Stalled]]
     count: Callable[[int, int], None]
-    warn: Callable[[str], object] = partial(_log.warning, "%s")
+    warn: Callable[[str], object] = _log_warning
     due: float = field(default=0.0, init=False)
     _inquiry: Inquiry | None = field(default=None, init=False)
     _number: int = field(default=0, init=False)

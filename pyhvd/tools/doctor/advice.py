@@ -182,9 +182,7 @@ def _check_cores(facts: DoctorFacts, ranks: int) -> Remarks:
 def _check_memory(facts: DoctorFacts) -> Remarks:
     memory = facts.memory
     if memory.available is not None and memory.available < LITTLE_MEMORY:
-        yield note(
-            f"only {size(memory.available)} are available: a job may be killed for want of it"
-        )
+        yield note(f"only {size(memory.available)} are available: a job may be killed for want of it")
     if memory.cgroup_limit is not None and memory.cgroup_limit < LITTLE_MEMORY:
         limit = size(memory.cgroup_limit)
         yield note(f"the cgroup allows {limit}: raise the container's memory limit")

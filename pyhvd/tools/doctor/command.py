@@ -7,7 +7,6 @@ import contextlib
 import faulthandler
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
