@@ -16,11 +16,7 @@ from pathlib import Path
 
 def boot_id() -> str:
     """Return the id of the running kernel's boot; empty if /proc does not have it."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return read_or_empty(Path("/proc/sys/kernel/random/boot_id"))
 
 
 def node_of(namespace: str) -> str:
@@ -64,21 +60,22 @@ def cgroup_limits(
     Version 2: the smallest limit from its own group up to the root. Version 1: the limits that a container
     sees as its own.
     """
-    times = [(_read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us"))]
-    sizes = [_read(root / "memory/memory.limit_in_bytes")]
-    mine = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), "/")
+    times = [(read_or_empty(root / "cpu/cpu.cfs_quota_us"), read_or_empty(root / "cpu/cpu.cfs_period_us"))]
+    sizes = [read_or_empty(root / "memory/memory.limit_in_bytes")]
+    mine = next((line[3:] for line in read_or_empty(own).splitlines() if line.startswith("0::")), "/")
     group = root / mine.lstrip("/")
     for folder in (each for each in (group, *group.parents) if each.is_relative_to(root)):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        quota, _, period = read_or_empty(folder / "cpu.max").partition(" ")
         times.append((quota, period))
-        sizes.append(_read(folder / "memory.max"))
+        sizes.append(read_or_empty(folder / "memory.max"))
     quotas = [int(quota) / int(period) for quota, period in times if quota.isdecimal() and period.isdecimal()]
     # Version 1 shows no limit as a number close to 2**63.
     limits = [int(text) for text in sizes if text.isdecimal() and int(text) < 1 << 60]
     return min(quotas, default=None), min(limits, default=None)
 
 
-def _read(path: Path) -> str:
+def read_or_empty(path: Path) -> str:
+    """Return the text of a file, such as one of /proc; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

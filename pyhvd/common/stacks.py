@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 
 import msgspec
 
-from pyhvd.common.text import sendable
+from pyhvd.common.text import cut, sendable
 
 THREAD_PREFIX = "pyhvd"
 """How the names of pyhvd's own threads begin."""
@@ -65,7 +65,8 @@ def shorten_path(path: str) -> str:
     """Return a path relative to the current directory if it is below it."""
     with contextlib.suppress(OSError):
         path = path.removeprefix(os.path.join(os.getcwd(), ""))
-    return _cut(path, keep_end=True)
+    path = sendable(path)
+    return path if len(path) <= MAX_TEXT else f"...{path[3 - MAX_TEXT :]}"
 
 
 def _stack(name: str, frame: FrameType) -> ThreadStack | None:
@@ -79,9 +80,9 @@ def _stack(name: str, frame: FrameType) -> ThreadStack | None:
     shown = [each for each, kind in chain if kind == wanted]
     if not shown:
         return None
-    deeper = chain[: next(i for i, (each, _) in enumerate(chain) if each is shown[0])]
+    deeper = [each for each, _ in chain[: chain.index((shown[0], wanted))]]
     frames = [_frame(each) for each in shown[:MAX_FRAMES]]
-    return ThreadStack(_cut(name), frames, _inside([each for each, _ in deeper]), len(shown) - len(frames))
+    return ThreadStack(_cut(name), frames, _inside(deeper[-1]) if deeper else "", len(shown) - len(frames))
 
 
 def _belongs(frame: FrameType) -> str:
@@ -98,12 +99,10 @@ def _belongs(frame: FrameType) -> str:
     return "scaffold" if path.endswith(("mpi4py/run.py", "mpi4py/__main__.py")) else "user"
 
 
-def _inside(deeper: list[FrameType]) -> str:
-    """Return the function that the user's innermost frame has called; ``deeper`` are the frames below."""
-    if not deeper:
-        return ""
-    code = deeper[-1].f_code
-    module = str(deeper[-1].f_globals.get("__name__", ""))
+def _inside(called: FrameType) -> str:
+    """Return the function that the user's innermost frame has called."""
+    code = called.f_code
+    module = str(called.f_globals.get("__name__", ""))
     if code.co_filename.startswith(_OWN):
         return _cut(f"pyhvd.{code.co_name}")
     return _cut(f"{module}.{_name(code)}")
@@ -119,12 +118,8 @@ def _name(code: CodeType) -> str:
     return _cut(code.co_qualname.rpartition("<locals>.")[2])
 
 
-def _cut(text: str, *, keep_end: bool = False) -> str:
-    if not text.isascii():
-        text = sendable(text)
-    if len(text) <= MAX_TEXT:
-        return text
-    return f"...{text[3 - MAX_TEXT :]}" if keep_end else f"{text[: MAX_TEXT - 3]}..."
+def _cut(text: str) -> str:
+    return cut(sendable(text), MAX_TEXT)
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

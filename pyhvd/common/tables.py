@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -14,15 +18,10 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
     """
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         _print_rich(title, headings, rows)
-    else:
-        print(plain_table(title, headings, rows))
-
-
-def plain_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text."""
+        return
     lines = align([headings, *rows], left=1)
     rule = "  ".join("-" * width for width in _widths([headings, *rows]))
-    return "\n".join([title, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+    print(title, lines[0], rule, *lines[1:-1], rule, lines[-1], sep="\n")
 
 
 def align(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
@@ -44,13 +43,22 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 def _print_rich(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=escape(title))
-    for index, heading in enumerate(headings):
-        table.add_column(escape(heading), justify="right" if index else "left", overflow="fold")
-    for row in rows[:-1]:
-        table.add_row(*map(escape, row))
+    table = rich_table(headings, rows[:-1], title=escape(title))
+    table.columns[0].justify = "left"
+    for column in table.columns:
+        column.overflow = "fold"
     table.add_section()
     table.add_row(*map(escape, rows[-1]))
     Console().print(table)
+
+
+def rich_table(headings: Sequence[str], rows: Iterable[Sequence[str]], **options: Any) -> Table:
+    """Return a table of rich, with the texts as they are, to the right."""
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    table = Table(*(Column(escape(heading), justify="right") for heading in headings), **options)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table

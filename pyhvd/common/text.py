@@ -14,6 +14,11 @@ def sendable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def cut(text: str, most: int) -> str:
+    """Return a text of at most so many characters; dots stand for the rest."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 MAX_TEXT = 6000
 """Most characters of an exception's text, or of its traceback, in a message."""
 

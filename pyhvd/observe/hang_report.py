@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import combinations
+from itertools import combinations, product
 
 from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.common.stacks import MAX_FRAMES, ThreadStack
-from pyhvd.common.text import cut_lines, describe_hosts, describe_ranks, list_hosts
+from pyhvd.common.text import cut, cut_lines, describe_hosts, describe_ranks, list_hosts
 from pyhvd.controller import Stalled
 from pyhvd.errors import StallError
 from pyhvd.negotiation.messages import (
@@ -98,7 +98,7 @@ def _fit(make: Callable[[_Detail], list[str]]) -> str:
     """Return the text with the most detail that is not too long."""
     text = ""
     for detail in _DETAILS:
-        text = "\n".join(_cut(line, detail.width) for line in make(detail))
+        text = "\n".join(cut(line, detail.width) for line in make(detail))
         if len(text) <= MAX_CHARACTERS:
             break
     return text
@@ -131,23 +131,21 @@ _Deadlock = tuple[int, int, Stalled, Stalled]
 """Ranks (a bit vector) that wait for other ranks with a tensor, and these for the former with another one."""
 
 
+@dataclass(eq=False)
 class _StallReport:
     """What is known of a stall, and the lines of text about it."""
 
-    def __init__(
-        self, finding: Stall, answers: Mapping[int, Answer], places: Sequence[ProcessPlace], now: float
-    ) -> None:
-        self._finding = finding
-        self._answers = answers
-        self._places = places
-        self._now = now
-        self._texts: dict[tuple[int, bool], str] = {}  # of bit vectors of ranks
+    finding: Stall
+    answers: Mapping[int, Answer]
+    places: Sequence[ProcessPlace]
+    now: float
+    _texts: dict[tuple[int, bool], str] = field(default_factory=dict)  # of bit vectors of ranks
 
     def warning(self, detail: _Detail) -> list[str]:
         """Return the lines of a warning."""
         blocks = self._blocks[: detail.blocks]
         return [
-            _headline(self._finding),
+            _headline(self.finding),
             *self._tensor_lines(detail),
             *(line for block in blocks for line in self._block_lines(block, detail)),
             *self._not_shown(detail),
@@ -158,12 +156,12 @@ class _StallReport:
     def error(self, detail: _Detail) -> list[str]:
         """Return the lines of an error's text: without stacks."""
         return [
-            f"the job was ended: {_headline(self._finding)}",
+            f"the job was ended: {_headline(self.finding)}",
             *self._tensor_lines(detail),
             *(self._block_head(block, detail) for block in self._blocks[: detail.blocks]),
             *self._not_shown(detail),
             *self._deadlock_lines(detail),
-            f"({self._finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)",
+            f"({self.finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)",
         ]
 
     def stacks_of(self, rank: int) -> list[str]:
@@ -176,7 +174,7 @@ class _StallReport:
     def _tensors(self) -> list[list[Stalled]]:
         """The stalled tensors; those that wait for the same ranks are together."""
         together: dict[tuple[int, int], list[Stalled]] = {}
-        for each in self._finding.stalled:
+        for each in self.finding.stalled:
             together.setdefault((each.missing, each.submitted), []).append(each)
         return [*together.values()]
 
@@ -185,7 +183,7 @@ class _StallReport:
         return cut_lines(self._tensors, detail.lines, "lines of such tensors", show)
 
     def _tensor_line(self, detail: _Detail, tensors: Sequence[Stalled]) -> str:
-        oldest = self._now - min(each.since for each in tensors)
+        oldest = self.now - min(each.since for each in tensors)
         submitted = tensors[0].submitted
         by = self._ranks(submitted) if submitted else "no rank"
         return (
@@ -205,7 +203,7 @@ class _StallReport:
 
     def _describe_share(self, ranks: Sequence[int]) -> str:
         """Return how many of the ranks are on which hosts: on those with all their ranks, then on others."""
-        here = Counter(self._places[rank].host for rank in ranks)
+        here = Counter(self.places[rank].host for rank in ranks)
         whole = [host for host, count in here.items() if count == self._per_host[host]]
         others = {host: count for host, count in here.items() if count < self._per_host[host]}
         texts = [f"all ranks of {_count_hosts(whole)}"] if whole else []
@@ -217,14 +215,14 @@ class _StallReport:
 
     @cached_property
     def _per_host(self) -> Counter[str]:
-        return Counter(place.host for place in self._places)
+        return Counter(place.host for place in self.places)
 
     # -- the ranks that were asked
 
     @cached_property
     def _blocks(self) -> list[_RankBlock]:
         blocks: dict[object, _RankBlock] = {}
-        for rank in self._answers:
+        for rank in self.answers:
             block = self._block_of(rank)
             key = block.where, repr(block.threads), (*block.lacking,), (*block.waits,)
             if key in blocks:
@@ -234,25 +232,25 @@ class _StallReport:
         return [*blocks.values()]
 
     def _block_of(self, rank: int) -> _RankBlock:
-        answer = self._answers[rank]
+        answer = self.answers[rank]
         threads = answer if not isinstance(answer, ProcessState) else ()
         if isinstance(answer, ProcessState):
-            where = describe_state(answer, self._places[rank])
+            where = describe_state(answer, self.places[rank])
         elif not answer:
             where = "none of its threads runs Python code of the program"
         else:
             inside = f", inside {answer[0].inside}" if answer[0].inside else ""
             where = f"it is at {answer[0].frames[0]}{inside}"
-        lacking = [each for each in self._finding.stalled if each.missing >> rank & 1]
-        waits = [each for each in self._finding.pending if each.submitted >> rank & 1]
+        lacking = [each for each in self.finding.stalled if each.missing >> rank & 1]
+        waits = [each for each in self.finding.pending if each.submitted >> rank & 1]
         return _RankBlock([rank], where, threads, lacking, waits)
 
     def _block_head(self, block: _RankBlock, detail: _Detail) -> str:
         lacking = f"not {_done(block.lacking)} {names_of(block.lacking, detail)}"
         if len(block.ranks) == 1:
-            place = self._places[block.ranks[0]]
+            place = self.places[block.ranks[0]]
             return f"rank {block.ranks[0]} on {place} has {lacking}: {block.where}"
-        hosts = [*dict.fromkeys(self._places[rank].host for rank in block.ranks)]
+        hosts = [*dict.fromkeys(self.places[rank].host for rank in block.ranks)]
         where = (
             block.where.replace("it is", "they are", 1) if block.threads else f"of each rank, {block.where}"
         )
@@ -278,10 +276,10 @@ class _StallReport:
 
     def _not_shown(self, detail: _Detail) -> list[str]:
         """Return lines about the missing ranks that the text does not describe."""
-        asked = bits_of(self._answers)
+        asked = bits_of(self.answers)
         left = sum(1 << rank for block in self._blocks[detail.blocks :] for rank in block.ranks)
         lines = [f"{self._ranks(left)}: not shown, as the report is long"] if left else []
-        if left := bits_of(self._finding.missing) & ~asked:
+        if left := bits_of(self.finding.missing) & ~asked:
             lines.append(f"{self._ranks(left)}: not asked, as they are too many for one report")
         return lines
 
@@ -300,7 +298,7 @@ class _StallReport:
     def _deadlocks(self) -> list[_Deadlock]:
         """Two sets of ranks each that wait for each other; if all these are few pairs of ranks, each pair."""
         alike: dict[tuple[int, int], Stalled] = {}
-        for each in self._finding.pending:
+        for each in self.finding.pending:
             alike.setdefault((each.submitted, each.missing), each)
         found: dict[tuple[int, int], _Deadlock] = {}
         for x, y in combinations(alike.values(), 2):
@@ -309,11 +307,9 @@ class _StallReport:
                 found.setdefault((a, b), (a, b, x, y))
         if sum(a.bit_count() * b.bit_count() for a, b in found) <= _ALL.lines:
             pairs = _pairs([*found.values()])
-            order = self._finding.pending.index
+            order = self.finding.pending.index
             return sorted(pairs, key=lambda pair: (order(pair[2]), lowest_bit(pair[0]), lowest_bit(pair[1])))
-        return [
-            each if lowest_bit(each[0]) < lowest_bit(each[1]) else _swap(*each) for each in found.values()
-        ]
+        return [*map(_lower_first, found.values())]
 
     def _deadlock_line(self, detail: _Detail, deadlock: _Deadlock) -> str:
         a, b, x, y = deadlock
@@ -412,15 +408,16 @@ def _pairs(deadlocks: Sequence[_Deadlock]) -> list[_Deadlock]:
     """Return each two ranks that wait for each other, the lower one first, with their first tensors."""
     pairs: dict[tuple[int, int], _Deadlock] = {}
     for ranks, others, x, y in deadlocks:
-        for a in iter_bits(ranks):
-            for b in iter_bits(others):
-                each = 1 << a, 1 << b, x, y
-                pairs.setdefault((min(a, b), max(a, b)), each if a < b else _swap(*each))
+        for a, b in product(iter_bits(ranks), iter_bits(others)):
+            each = _lower_first((1 << a, 1 << b, x, y))
+            pairs.setdefault(each[:2], each)
     return [*pairs.values()]
 
 
-def _swap(a: int, b: int, x: Stalled, y: Stalled) -> _Deadlock:
-    return b, a, y, x
+def _lower_first(deadlock: _Deadlock) -> _Deadlock:
+    """Return the same with the ranks first among which is the lowest one."""
+    a, b, x, y = deadlock
+    return deadlock if lowest_bit(a) < lowest_bit(b) else (b, a, y, x)
 
 
 def _count_hosts(names: Sequence[str]) -> str:
@@ -436,10 +433,6 @@ def _name_of(tensor: Stalled, detail: _Detail = _ALL) -> str:
         name = f"{name[: most // 2]}...{name[-(most // 2 - 3) :]}"  # names often differ in their ends only
     name = repr(name)
     return name if tensor.process_set == GLOBAL_SET else f"{name} of process set {tensor.process_set}"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _shown(name: str) -> str:

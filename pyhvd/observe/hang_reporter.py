@@ -25,7 +25,7 @@ from pyhvd.negotiation.messages import (
 )
 from pyhvd.observe.hang_report import error_of, warning_of
 from pyhvd.observe.metrics import Meter
-from pyhvd.observe.stall_inspector import Inquiry, StallInspector
+from pyhvd.observe.stall_inspector import Answer, Inquiry, StallInspector
 
 _log = logging.getLogger("pyhvd")
 
@@ -164,8 +164,10 @@ class HangReporter:
         places = self.where.places
         # A rank that has submitted meanwhile lacks nothing any more.
         missing = {*finding.missing}
-        answers = inquiry.complete(lambda rank: self.where.states([rank])[rank])
-        answers = {rank: answer for rank, answer in answers.items() if rank in missing}
+        asked = [rank for rank in inquiry.asked if rank in missing]
+        silent = [rank for rank in asked if rank not in inquiry.answers]
+        known: dict[int, Answer] = {**inquiry.answers, **self.where.states(silent)}
+        answers = {rank: known[rank] for rank in asked}
         if finding.ends_job:
             return error_of(finding, answers, places, now)
         self.warn(warning_of(finding, answers, places, now))

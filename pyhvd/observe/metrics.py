@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits
@@ -176,17 +176,17 @@ class Metrics:
     generation: int | None = None
 
 
-class _Counter:
+@dataclass(slots=True)
+class _OpenHistogram:
     """A histogram under construction."""
 
-    def __init__(self) -> None:
-        self.buckets = [0] * BUCKETS
-        self.sum = 0
+    buckets: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    sum: int = 0
 
-    def observe(self, value: int, times: int = 1) -> None:
-        """Count a value ``times`` times."""
-        self.buckets[bucket_of(value)] += times
-        self.sum += value * times
+    def observe(self, value: int) -> None:
+        """Count a value."""
+        self.buckets[bucket_of(value)] += 1
+        self.sum += value
 
 
 def bucket_of(value: int) -> int:
@@ -195,23 +195,23 @@ def bucket_of(value: int) -> int:
 
 
 _SPECS = {
-    # name: lowest and highest exponent shown, and the unit
-    "response_tensors": (0, 12, 1.0),
-    "response_bytes": (2, 30, 1.0),
-    "negotiation": (10, 36, _NS),
-    "execution": (10, 36, _NS),
-    "wait": (10, 36, _NS),
+    # name of FastPath.counts(): the field of Metrics, lowest and highest exponent shown, and the unit
+    "response_tensors": ("response_tensors", 0, 12, 1.0),
+    "response_bytes": ("response_bytes", 2, 30, 1.0),
+    "negotiation": ("negotiation_seconds", 10, 36, _NS),
+    "execution": ("execution_seconds", 10, 36, _NS),
+    "wait": ("wait_seconds", 10, 36, _NS),
 }
 
 
-def _shown(name: str, buckets: Sequence[int], total: int) -> Histogram:
+def _shown(buckets: Sequence[int], total: int, low: int, high: int, unit: float) -> Histogram:
     """Return a histogram between its shown bounds; smaller values count in the lowest bucket."""
-    low, high, unit = _SPECS[name]
     bounds = tuple(2.0**k * unit for k in range(low, high + 1))
     counts = (sum(buckets[: low + 1]), *buckets[low + 1 : high + 1], sum(buckets[high + 1 :]))
     return Histogram(bounds, counts, total * unit)
 
 
+@dataclass(eq=False)
 class Meter:
     """The counters of one rank; any thread may update them.
 
@@ -219,8 +219,6 @@ class Meter:
     ----------
     rank, size : int
         This rank, and the number of ranks.
-    timed : bool
-        Whether to measure times.
     fast : FastPath, optional
         The fast lane's counters.
     lateness : StragglerStats, optional
@@ -229,54 +227,38 @@ class Meter:
         Counts what crosses to other hosts.
     generation : int, optional
         The generation of this rank, in an elastic job.
+    timed : bool
+        Whether to measure times.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        fast: FastPath | None = None,
-        lateness: StragglerStats | None = None,
-        hosts: HostMeter | None = None,
-        generation: int | None = None,
-        *,
-        timed: bool,
-    ) -> None:
-        self._generation = generation
-        self._hosts = hosts
-        self._rank = rank
-        self._size = size
-        self._fast = fast
-        self._lateness = lateness
+    rank: int
+    size: int
+    fast: FastPath | None = None
+    lateness: StragglerStats | None = None
+    hosts: HostMeter | None = None
+    generation: int | None = None
+    timed: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.fast is not None:
+            self.fast.timed = self.timed
         self._begun = time.monotonic()
         self._lock = threading.Lock()
-        self._histograms = {name: _Counter() for name in _SPECS}
-        self._tensors: dict[tuple[str, str], int] = defaultdict(int)
-        self._bytes: dict[tuple[str, str], int] = defaultdict(int)
-        self._responses: dict[str, int] = defaultdict(int)
-        self._errors: dict[str, int] = defaultdict(int)
+        self._histograms = {name: _OpenHistogram() for name in _SPECS}
+        self._tensors: Counter[tuple[str, str]] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._responses: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
         self._hits = 0
         self._misses = 0
         self._stall_warnings = 0
         self._stalled = 0
-        self.timed = timed
-
-    @property
-    def timed(self) -> bool:
-        """Whether times are measured; may change at any time."""
-        return self._timed
-
-    @timed.setter
-    def timed(self, value: bool) -> None:
-        self._timed = value
-        if self._fast is not None:
-            self._fast.timed = value
 
     # -- for the engine ------------------------------------------------------------------------------
 
     def clock(self) -> int:
         """Return the time in ns, or 0 if times are not measured."""
-        return time.monotonic_ns() if self._timed else 0
+        return time.monotonic_ns() if self.timed else 0
 
     def submitted(self, hits: int, misses: int) -> None:
         """Count submitted tensors that hit and missed the response cache."""
@@ -347,52 +329,46 @@ class Meter:
 
     def snapshot(self) -> Metrics:
         """Return the counters."""
-        fast = self._fast.counts() if self._fast is not None else {}
+        fast = self.fast.counts() if self.fast is not None else dict.fromkeys(_SPECS, ([0] * BUCKETS, 0))
+        fast_tensors = fast["response_tensors"][1]
         late = self._late()
-        between = self._hosts.read(self._fast) if self._hosts is not None else {}
+        further: dict[str, Any] = {**self.hosts.read(self.fast)} if self.hosts is not None else {}
         with self._lock:
-            totals = {name: (list(c.buckets), c.sum) for name, c in self._histograms.items()}
-            for name, (buckets, total) in fast.items():
-                mine = totals[name]
-                totals[name] = [a + b for a, b in zip(mine[0], buckets, strict=True)], mine[1] + total
-            responses = sum(fast["response_tensors"][0]) if fast else 0
-            fast_tensors = fast["response_tensors"][1] if fast else 0
-            tensors, nbytes = dict(self._tensors), dict(self._bytes)
+            for name, (field_name, low, high, unit) in _SPECS.items():
+                mine, (buckets, total) = self._histograms[name], fast[name]
+                added = [a + b for a, b in zip(mine.buckets, buckets, strict=True)]
+                further[field_name] = _shown(added, mine.sum + total, low, high, unit)
+            tensors, nbytes, responses = dict(self._tensors), dict(self._bytes), dict(self._responses)
             if fast_tensors:
                 tensors["allreduce", FAST] = fast_tensors
                 nbytes["allreduce", FAST] = fast["response_bytes"][1]
-            by_lane = {**self._responses, **({FAST: responses} if responses else {})}
+                responses[FAST] = sum(fast["response_tensors"][0])
             return Metrics(
-                rank=self._rank,
-                size=self._size,
+                rank=self.rank,
+                size=self.size,
                 seconds=time.monotonic() - self._begun,
                 tensors=_nested(tensors),
                 bytes=_nested(nbytes),
-                responses=dict(sorted(by_lane.items())),
-                response_tensors=_shown("response_tensors", *totals["response_tensors"]),
-                response_bytes=_shown("response_bytes", *totals["response_bytes"]),
+                responses=dict(sorted(responses.items())),
                 cache_hits=self._hits + fast_tensors,
                 cache_misses=self._misses,
-                timed=self._timed,
-                negotiation_seconds=_shown("negotiation", *totals["negotiation"]),
-                execution_seconds=_shown("execution", *totals["execution"]),
-                wait_seconds=_shown("wait", *totals["wait"]),
+                timed=self.timed,
                 late_tensors=tuple(n for n, _ in late),
                 awaited_seconds=tuple(seconds for _, seconds in late),
                 errors=dict(sorted(self._errors.items())),
                 stall_warnings=self._stall_warnings,
                 stalled_tensors=self._stalled,
-                generation=self._generation,
-                **between,
+                generation=self.generation,
+                **further,
             )
 
     def _late(self) -> list[tuple[int, float]]:
-        if self._lateness is None:
+        if self.lateness is None:
             return []
-        late = self._lateness.totals()
-        if self._fast is None:
+        late = self.lateness.totals()
+        if self.fast is None:
             return late
-        posted = self._fast.lateness()
+        posted = self.fast.lateness()
         return [(n + m, s + ns * _NS) for (n, s), (m, ns) in zip(late, posted, strict=True)]
 
 

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import itertools
 import logging
-import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -36,19 +35,14 @@ class Family:
     """One metric: a field of Metrics; its samples have the label ``rank`` besides its own."""
 
     field: str
-    kind: str
     doc: str
     labels: tuple[str, ...] = ()
+    kind: str = "counter"
 
     @property
     def name(self) -> str:
         """The name for Prometheus."""
         return f"pyhvd_{self.field}" + "_total" * (self.kind == "counter")
-
-    def samples(self, metrics: Metrics) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
-        """Yield the values of its own labels, and the sample."""
-        field = "seconds" if self.field == "uptime_seconds" else self.field
-        yield from _flatten(getattr(metrics, field))
 
 
 def _flatten(value: Any) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
@@ -62,112 +56,103 @@ def _flatten(value: Any) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
 
 
 FAMILIES = (
-    Family("tensors", "counter", "Tensors whose collective ran", ("verb", "lane")),
-    Family("bytes", "counter", "Bytes of those tensors: this rank's input", ("verb", "lane")),
-    Family("responses", "counter", "Responses: one tensor each, or several that were fused", ("lane",)),
-    Family("response_tensors", "histogram", "Tensors fused into one response"),
-    Family("response_bytes", "histogram", "Bytes fused into one response"),
-    Family("cache_hits", "counter", "Submitted tensors that were in the response cache"),
-    Family("cache_misses", "counter", "Submitted tensors that were not in the response cache"),
+    Family("tensors", "Tensors whose collective ran", ("verb", "lane")),
+    Family("bytes", "Bytes of those tensors: this rank's input", ("verb", "lane")),
+    Family("responses", "Responses: one tensor each, or several that were fused", ("lane",)),
+    Family("response_tensors", "Tensors fused into one response", kind="histogram"),
+    Family("response_bytes", "Bytes fused into one response", kind="histogram"),
+    Family("cache_hits", "Submitted tensors that were in the response cache"),
+    Family("cache_misses", "Submitted tensors that were not in the response cache"),
     Family(
         "negotiation_seconds",
-        "histogram",
         "Per tensor: from this rank's announcement until all ranks had submitted it",
-    ),
-    Family("execution_seconds", "histogram", "Per response: from the agreement until the results were ready"),
-    Family("wait_seconds", "histogram", "Per wait of the program for a handle that was not ready"),
-    Family(
-        "late_tensors", "counter", "Tensors that a rank was the last to submit (from rank 0)", ("late_rank",)
+        kind="histogram",
     ),
     Family(
-        "awaited_seconds",
-        "counter",
-        "Time for which others waited for one rank alone (from rank 0)",
-        ("late_rank",),
+        "execution_seconds", "Per response: from the agreement until the results were ready", kind="histogram"
     ),
+    Family("wait_seconds", "Per wait of the program for a handle that was not ready", kind="histogram"),
+    Family("late_tensors", "Tensors that a rank was the last to submit (from rank 0)", ("late_rank",)),
     Family(
-        "errors",
-        "counter",
-        "Failed tensors by class of error; refused: calls that this rank rejected",
-        ("kind",),
+        "awaited_seconds", "Time for which others waited for one rank alone (from rank 0)", ("late_rank",)
     ),
-    Family("stall_warnings", "counter", "Reports of stalled tensors (from rank 0)"),
-    Family("stalled_tensors", "gauge", "Overdue tensors at the last look (from rank 0)"),
+    Family("errors", "Failed tensors by class of error; refused: calls that this rank rejected", ("kind",)),
+    Family("stall_warnings", "Reports of stalled tensors (from rank 0)"),
+    Family("stalled_tensors", "Overdue tensors at the last look (from rank 0)", kind="gauge"),
     Family(
         "link_sent_bytes",
-        "counter",
         "Bytes sent to another host: over this rank's rails, or its host's agreement connection",
         ("other_host", "connection"),
     ),
-    Family(
-        "link_received_bytes",
-        "counter",
-        "Bytes received from another host, likewise",
-        ("other_host", "connection"),
-    ),
+    Family("link_received_bytes", "Bytes received from another host, likewise", ("other_host", "connection")),
     Family(
         "link_wait_seconds",
-        "counter",
         "Time that this rank waited in an exchange until bytes of another host came",
         ("late_host",),
     ),
     Family(
         "late_exchanges",
-        "counter",
         "Operations between hosts in which this rank waited for the bytes of a host last",
         ("late_host",),
     ),
     Family(
         "host_late_tensors",
-        "counter",
         "Cached tensors that a host was the last to announce (from the lowest rank of each host)",
         ("late_host",),
     ),
     Family(
         "host_awaited_seconds",
-        "counter",
         "Time for which a host waited for another one to announce (from the lowest rank of each host)",
         ("late_host",),
     ),
-    Family("uptime_seconds", "gauge", "Time since init()"),
+    Family("uptime_seconds", "Time since init()", kind="gauge"),
 )
 INFO = Family(
     "info",
-    "gauge",
     "1; its labels name what does not change; generation is empty in a job that is not elastic",
     ("size", "job_name", "host", "pid", "version", "generation"),
+    kind="gauge",
 )
 
 
-def collect(metrics: Metrics, job: str) -> Iterator[Metric]:
-    """Yield a snapshot as metrics of prometheus-client."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+@dataclass(frozen=True, slots=True)
+class _Collector:
+    """The collector that prometheus-client calls at each scrape."""
 
-    make: dict[str, Any] = {
-        "counter": CounterMetricFamily,
-        "gauge": GaugeMetricFamily,
-        "histogram": HistogramMetricFamily,
-    }
-    rank = str(metrics.rank)
-    for family in FAMILIES:
-        made = make[family.kind](family.name, family.doc, labels=("rank", *family.labels))
-        for labels, value in family.samples(metrics):
-            if isinstance(value, Histogram):
-                made.add_metric((rank, *labels), _buckets(value), value.sum)
-            else:
-                made.add_metric((rank, *labels), value)
-        yield made
-    info = GaugeMetricFamily(INFO.name, INFO.doc, labels=("rank", *INFO.labels))
-    what = (str(metrics.size), job, socket.gethostname(), str(os.getpid()), __version__)
-    generation = "" if metrics.generation is None else str(metrics.generation)
-    info.add_metric((rank, *what, generation), 1)
-    yield info
+    snapshot: Callable[[], Metrics]
+    job: str
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a snapshot as metrics of prometheus-client."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        make: dict[str, Any] = {
+            "counter": CounterMetricFamily,
+            "gauge": GaugeMetricFamily,
+            "histogram": HistogramMetricFamily,
+        }
+        metrics = self.snapshot()
+        rank = str(metrics.rank)
+        for family in FAMILIES:
+            made = make[family.kind](family.name, family.doc, labels=("rank", *family.labels))
+            field = "seconds" if family.field == "uptime_seconds" else family.field
+            for labels, value in _flatten(getattr(metrics, field)):
+                if isinstance(value, Histogram):
+                    made.add_metric((rank, *labels), _buckets(value), value.sum)
+                else:
+                    made.add_metric((rank, *labels), value)
+            yield made
+        info = GaugeMetricFamily(INFO.name, INFO.doc, labels=("rank", *INFO.labels))
+        what = (str(metrics.size), self.job, socket.gethostname(), str(os.getpid()), __version__)
+        generation = "" if metrics.generation is None else str(metrics.generation)
+        info.add_metric((rank, *what, generation), 1)
+        yield info
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    bounds = (*histogram.bounds, math.inf)
-    below = itertools.accumulate(histogram.counts)
-    return [("+Inf" if math.isinf(b) else repr(b), n) for b, n in zip(bounds, below, strict=True)]
+    """Return the upper bound of each bucket, and the number of values up to it."""
+    bounds = (*map(repr, histogram.bounds), "+Inf")
+    return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
 
 
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -253,14 +238,3 @@ class Endpoint:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         self._server.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Collector:
-    """The collector that prometheus-client calls at each scrape."""
-
-    snapshot: Callable[[], Metrics]
-    job: str
-
-    def collect(self) -> Iterator[Metric]:
-        return collect(self.snapshot(), self.job)

@@ -7,7 +7,8 @@ of it all is :mod:`pyhvd.observe.hang_report`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.common.processes import ProcessState
@@ -82,14 +83,14 @@ class StallInspector:
     def __init__(self, warn_after: float, end_after: float, *, unannounced: bool = False) -> None:
         self.unannounced = unannounced
         self._warn_after = warn_after
-        self._end_after = end_after
+        self._end_after = end_after or math.inf
         self.next_look = 0.0
         self.oversleep = warn_after / 2
         self._silent_until = 0.0
 
     def look(self, pending: Sequence[Stalled], now: float) -> Stall | None:
         """Return what is to be reported, if anything."""
-        period = min(self._warn_after, self._end_after or self._warn_after)
+        period = min(self._warn_after, self._end_after)
         oldest = min((p.since for p in pending), default=now)
         self.next_look = now + max(min(period, oldest + period - now), period / 4)
         if self.unannounced:
@@ -97,15 +98,13 @@ class StallInspector:
         late = tuple(p for p in pending if now - p.since >= self._warn_after)
         if not late:
             return None
-        over = tuple(p for p in late if self._end_after and now - p.since >= self._end_after)
-        if over:
+        if over := tuple(p for p in late if now - p.since >= self._end_after):
             return Stall(over, tuple(pending), self._end_after, ends_job=True)
         if now < self._silent_until:
             return None
-        due = oldest + self._end_after if self._end_after else now + self._warn_after
-        self._silent_until = min(now + self._warn_after, due)
-        unannounced_look = self.next_look if self.unannounced else self._silent_until
-        self.next_look = min(unannounced_look, self._silent_until)
+        self._silent_until = min(now + self._warn_after, oldest + self._end_after)
+        sooner = self.next_look if self.unannounced else math.inf
+        self.next_look = min(sooner, self._silent_until)
         return Stall(late, tuple(pending), self._warn_after, ends_job=False)
 
     def overdue(self, pending: Sequence[Stalled], now: float) -> int:
@@ -115,7 +114,7 @@ class StallInspector:
     def answers_until(self, finding: Stall, now: float) -> float:
         """Return until when (s) to wait for answers: a warning must not hold up the end."""
         until = now + ANSWER_SECONDS
-        if finding.ends_job or not self._end_after:
+        if finding.ends_job:
             return until
         return min(until, max(now, min(each.since for each in finding.stalled) + self._end_after))
 
@@ -151,7 +150,3 @@ class Inquiry:
     def is_over(self, now: float) -> bool:
         """Return whether there is nothing left to wait for."""
         return now >= self.until or self.answers.keys() >= set(self.asked)
-
-    def complete(self, see: Callable[[int], ProcessState]) -> Mapping[int, Answer]:
-        """Return what is known of each rank that was asked; ``see(rank)`` is for those that said nothing."""
-        return {rank: self.answers[rank] if rank in self.answers else see(rank) for rank in self.asked}

@@ -311,7 +311,8 @@ class Recorder:
         except OSError as exc:
             error = f"rank {self.rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "
             error += exc.strerror or str(exc)
-        job, *_ = heard = _share_texts(fabric, order.job + "\n" + error)
+        mine = f"{order.job}\n{error}".encode(errors="replace")
+        job, *_ = heard = [text.decode() for text in allgather_bytes(fabric, mine)]
         if errors := [text.partition("\n")[2] for text in heard if not text.endswith("\n")]:
             if writer is not None:
                 writer.close()
@@ -428,8 +429,3 @@ def _complete(future: Future[None], error: Exception | None) -> None:
 def new_job() -> str:
     """Return a unique name for a recording."""
     return uuid.uuid4().hex
-
-
-def _share_texts(fabric: Fabric, text: str) -> list[str]:
-    """Return every rank's text."""
-    return [data.decode() for data in allgather_bytes(fabric, text.encode(errors="replace"))]

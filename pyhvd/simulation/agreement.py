@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pyhvd.native.shared_memory import MAX_SLOTS, HostTree
 from pyhvd.negotiation.messages import GLOBAL_SET, iter_bits
 from pyhvd.simulation.clock import SimulatedProcess
 from pyhvd.simulation.network import Wires
 
-_SETS = 1
+if TYPE_CHECKING:
+    from pyhvd.simulation.ranks import SimulatedRank
+
+SETS = 1
+"""Process sets that agree here."""
 MARK_S = 0.15e-6
 """CPU time (s) of marking a tensor, or of carrying one out: half a cached call's, by docs/performance.md."""
 
@@ -28,16 +32,6 @@ class SimulatedEntry:
     number: int
     """Of the list; 0: a batch, or recalls and delegations alone."""
     bits: int = 0
-
-
-class TableMember(Protocol):
-    """What a rank's end of the table is told; at any time, by its host."""
-
-    def look_at_log(self) -> None:
-        """Note that the log has grown."""
-
-    def take_back(self, bits: int) -> None:
-        """Note that marks of these slots are void: their tensors are to be submitted again."""
 
 
 class HostTable:
@@ -76,7 +70,7 @@ class HostTable:
         self.delegated: dict[int, int] = {}
         self.used = 0
         self.marks = dict.fromkeys(ranks, 0)
-        self.members: list[TableMember] = []
+        self.members: list[SimulatedRank] = []
         self.peers: Sequence[HostTable] = ()
         self.host = host
         self.process = process(self.settle)
@@ -228,8 +222,3 @@ class CoordinatorTable:
 def slots_for(tensors: int) -> int:
     """Return the number of slots of tables for so many tensors, as :func:`open_fast_path` chooses it."""
     return max(min(-(-tensors // 64) * 64, MAX_SLOTS), 64)
-
-
-def make_trees(parents: Sequence[int], slots: int) -> list[HostTree]:
-    """Return each host's place in the order."""
-    return [HostTree(host, parents, _SETS, slots) for host in range(len(parents))]

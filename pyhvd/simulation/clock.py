@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import time
 from collections import deque
@@ -18,13 +19,10 @@ class Clock:
     ----------
     now : float
         The time of the event that is being carried out.
-    events : int
-        How many events have been carried out.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.events = 0
         self._numbers = count()
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
@@ -32,13 +30,24 @@ class Clock:
         """Call a function at a time; at once, after what is due already, if that has passed."""
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call, args))
 
+    def after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        """Call a function so much later."""
+        self.at(self.now + seconds, call, *args)
+
     def run(self, until: float) -> bool:
-        """Carry out all events up to a time; return whether later ones are left."""
-        due = self._due
-        while due and due[0][0] <= until:
-            self.now, _, call, args = heapq.heappop(due)
-            self.events += 1
-            call(*args)
+        """Carry out all events up to a time; return whether later ones are left.
+
+        The garbage collector is off meanwhile: it would look at all ranks, on account of one.
+        """
+        due, collects = self._due, gc.isenabled()
+        gc.disable()
+        try:
+            while due and due[0][0] <= until:
+                self.now, _, call, args = heapq.heappop(due)
+                call(*args)
+        finally:
+            if collects:
+                gc.enable()
         return bool(due)
 
 
@@ -62,8 +71,8 @@ class SimulatedProcess:
 
     Attributes
     ----------
-    busy, longest : float
-        CPU time (s) of all turns so far, and of the longest one.
+    busy : float
+        CPU time (s) of all turns so far.
     blocked : bool
         Whether tasks wait until :meth:`resume`.
     """
@@ -73,7 +82,6 @@ class SimulatedProcess:
     settle: Callable[[], object]
     sharers: float = 1.0
     busy: float = 0.0
-    longest: float = 0.0
     blocked: bool = False
     _begun: float = 0.0
     _extra: float = 0.0
@@ -93,8 +101,12 @@ class SimulatedProcess:
     def call(self, task: Callable[..., object], *args: Any) -> None:
         """Carry out a task as soon as this process is free."""
         self._tasks.append((task, args))
-        if not self._is_due and not self.blocked:
-            self._is_due = True
+        if not self._is_due:
+            self._plan_turn()
+
+    def _plan_turn(self) -> None:
+        self._is_due = bool(self._tasks) and not self.blocked
+        if self._is_due:
             self.clock.at(self._free_at, self._turn)
 
     def wake(self) -> None:
@@ -117,12 +129,8 @@ class SimulatedProcess:
         used = self._used()
         self._begun = 0.0
         self.busy += used
-        self.longest = max(self.longest, used)
         self._free_at = self.clock.now + self.sharers * used
-        self._is_due = False
-        if self._tasks and not self.blocked:
-            self._is_due = True
-            self.clock.at(self._free_at, self._turn)
+        self._plan_turn()
 
     def _used(self) -> float:
         if not self._begun:

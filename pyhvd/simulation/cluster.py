@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pyhvd.config import Config
 from pyhvd.simulation.data_path import Machine
-from pyhvd.simulation.faults import Fault, Faults, HostLost
+from pyhvd.simulation.faults import Fault, Faults
 from pyhvd.simulation.launcher import ElasticLauncher, Launcher
 from pyhvd.simulation.network import Network
 from pyhvd.simulation.program import Program
@@ -69,50 +67,11 @@ def simulate(
     ValueError
         A number is not positive, or a fault names a host or rank that does not exist.
     """
-    _check(hosts, local_ranks, faults)
     network, machine, knobs = network or Network(), machine or Machine(), config or Config()
     world = SimulatedWorld(hosts, local_ranks, program, network, seed, machine, knobs, cpu)
-    launcher, happened = add_launcher(world, faults, seed, elastic=elastic, hang_reports=hang_reports)
-    with _without_collections():
-        world.run(until)
-    return report_on(world, launcher, happened, faults)
-
-
-def add_launcher(
-    world: SimulatedWorld,
-    faults: Sequence[Fault],
-    seed: int,
-    *,
-    elastic: bool = False,
-    hang_reports: bool = False,
-) -> tuple[Launcher, Faults]:
-    """Give a simulated job its launcher, its faults and rank 0's hang reports; see :func:`simulate`."""
-    if hang_reports:
-        Stalls(world, world.knobs.stall_check_time_seconds, world.knobs.stall_shutdown_time_seconds)
     launcher = (ElasticLauncher if elastic else Launcher)(world)
-    return launcher, Faults(world, launcher, faults, seed)
-
-
-def _check(hosts: int, local_ranks: int, faults: Sequence[Fault]) -> None:
-    for name, value in (("hosts", hosts), ("local_ranks", local_ranks)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: a cluster has at least 1")
-    for fault in faults:
-        if isinstance(fault, HostLost):
-            name, number, count = "host", fault.host, hosts
-        else:
-            name, number, count = "rank", fault.rank, hosts * local_ranks
-        if not 0 <= number < count:
-            raise ValueError(f"{fault}: there are {name}s 0 to {count - 1}")
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Turn the garbage collector off: it would look at all ranks, on account of one."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
+    happened = Faults(world, launcher, faults, seed)
+    if hang_reports:
+        Stalls(world, knobs.stall_check_time_seconds, knobs.stall_shutdown_time_seconds)
+    world.run(until)
+    return report_on(world, launcher, happened, faults)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pyhvd.backends.adasum import BATCH, FLAT as ADASUM_FLAT
 from pyhvd.backends.host import FLAT as MPI_FLAT
@@ -46,8 +47,7 @@ RING = 512 * KIB
 """MPICH gathers more bytes than these in a ring, and fewer in log2 p steps."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """What a collective costs.
 
     Attributes
@@ -62,10 +62,10 @@ class Cost:
         Seconds for which neither works: its steps wait for messages to arrive.
     """
 
-    seconds: float
-    link: float
-    cpu: float
-    latency: float
+    seconds: float = 0.0
+    link: float = 0.0
+    cpu: float = 0.0
+    latency: float = 0.0
 
     @property
     def bound(self) -> str:
@@ -186,12 +186,7 @@ class DataPath:
         # A step ends with the last of the messages from all other hosts.
         step = self.network.latency + self.network.jitter * (1 - 1 / hosts)
         costs = [self._overlap(stretch, sharers, step) for stretch in case.stretches(kind)]
-        return Cost(
-            sum(cost.seconds for cost in costs),
-            sum(cost.link for cost in costs),
-            sum(cost.cpu for cost in costs),
-            sum(cost.latency for cost in costs),
-        )
+        return Cost(*map(sum, zip(*costs, strict=True)))
 
     def _overlap(self, stretch: _Stretch, sharers: float, step: float) -> Cost:
         """Return the cost of chunks that overlap: the first one's way, then the slowest stage of each."""

@@ -83,6 +83,12 @@ class Faults:
         self._random = random.Random(seed)
         self._notes: dict[int, int] = {}  # by host, the host that its first note was about
         for fault in faults:
+            if isinstance(fault, HostLost):
+                name, number, count = "host", fault.host, world.hosts
+            else:
+                name, number, count = "rank", fault.rank, world.size
+            if not 0 <= number < count:
+                raise ValueError(f"{fault}: there are {name}s 0 to {count - 1}")
             happen = self._lose if isinstance(fault, HostLost) else self._kill
             world.clock.at(fault.at, happen, fault)
 
@@ -112,14 +118,17 @@ class Faults:
         self._launcher.process.call(partial(self._launcher.lose_agent, fault.host, waited=fault.silent))
 
     def _kill(self, fault: RankKilled) -> None:
-        world, host = self._world, self._world.host_of(fault.rank)
-        if host in world.wires.lost or world.ranks[fault.rank].error:
-            return
-        world.end(world.ranks[fault.rank], KILLED)
-        self.noticed.append(world.clock.now)
-        self._launcher.report(
-            host, ExitReport(fault.rank, SIGNAL, 137, "was killed by SIGKILL", world.clock.now)
-        )
+        if self._end(fault.rank, KILLED, SIGNAL, 137, "was killed by SIGKILL"):
+            self.noticed.append(self._world.clock.now)
+
+    def _end(self, rank: int, error: str, kind: str, code: int, text: str) -> bool:
+        """End a rank with an error, and let its agent report it; return False if the rank is gone already."""
+        world, host = self._world, self._world.host_of(rank)
+        if host in world.wires.lost or world.ranks[rank].error:
+            return False
+        world.end(world.ranks[rank], error)
+        self._launcher.report(host, ExitReport(rank, kind, code, text, world.clock.now))
+        return True
 
     # -- between hosts with links
 
@@ -140,16 +149,6 @@ class Faults:
         first = lost * world.local_ranks
         ranks = f"ranks {first}-{first + world.local_ranks - 1}"
         text = f"the connection to host {world.name_of(lost)} ({ranks}) has failed"
+        raised = SECONDARY, 1, f"RankFailedError: {text}"
         for rank in world.ranks_of(host):
-            world.clock.at(world.clock.now + world.network.wake, self._fail, rank, text)
-
-    def _fail(self, rank: int, text: str) -> None:
-        """Let a rank raise the error of a lost host."""
-        world = self._world
-        host = world.host_of(rank)
-        if host in world.wires.lost or world.ranks[rank].error:
-            return
-        world.end(world.ranks[rank], text)
-        self._launcher.report(
-            host, ExitReport(rank, SECONDARY, 1, f"RankFailedError: {text}", world.clock.now)
-        )
+            world.clock.after(world.network.wake, self._end, rank, text, *raised)

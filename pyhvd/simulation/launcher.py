@@ -181,9 +181,7 @@ class ElasticLauncher(Launcher):
 
     def _reap(self, host: int) -> None:
         self._kill_ranks(host)
-        self._world.clock.at(
-            self._world.clock.now + self.reap_s, self._from_agent, host, self._note_ended, host
-        )
+        self._world.clock.after(self.reap_s, self._from_agent, host, self._note_ended, host)
 
     def _note_ended(self, host: int) -> None:
         if host in self._ending:
@@ -217,9 +215,7 @@ class ElasticLauncher(Launcher):
         """Start a rank; it tells its address, and waits until all have done so."""
         lines = [f"cmd=put kvsname=kvs key=P{rank}-businesscard value={_CARD}", "cmd=barrier_in"]
         for line in lines:
-            self._world.clock.at(
-                self._world.clock.now + self.fork_s, self._from_agent, host, self._hear_pmi, rank, line
-            )
+            self._world.clock.after(self.fork_s, self._from_agent, host, self._hear_pmi, rank, line)
 
     def _hear_pmi(self, rank: int, line: str) -> None:
         answers = self._pmi.handle(rank, line)

@@ -45,12 +45,10 @@ class Network:
 
 @dataclass
 class Traffic:
-    """What one host has sent and received over the network."""
+    """What one host has sent and received, together, over the network."""
 
-    messages_out: int = 0
-    bytes_out: int = 0
-    messages_in: int = 0
-    bytes_in: int = 0
+    messages: int = 0
+    nbytes: int = 0
 
 
 @dataclass
@@ -109,9 +107,9 @@ class Wires:
             when = now + network.inside
         else:
             bits = nbytes + _HEADER
-            here, there = self.traffic[source], self.traffic[target]
-            here.messages_out, here.bytes_out = here.messages_out + 1, here.bytes_out + bits
-            there.messages_in, there.bytes_in = there.messages_in + 1, there.bytes_in + bits
+            for host in hosts:
+                self.traffic[host].messages += 1
+                self.traffic[host].nbytes += bits
             left = self._out_free[source] = max(now, self._out_free[source]) + bits / network.rate
             when = left + network.latency
             if network.jitter:

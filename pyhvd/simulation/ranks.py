@@ -32,7 +32,6 @@ from pyhvd.transport.control import Delivered
 from pyhvd.transport.tree import Tree
 
 if TYPE_CHECKING:
-    from pyhvd.simulation.agreement import HostTable
     from pyhvd.simulation.stalls import Stalls
     from pyhvd.simulation.world import SimulatedWorld
 
@@ -84,15 +83,11 @@ class SimulatedRank:
         The simulated cluster.
     tree : Tree
         The rank's place in the tree of messages.
-    table : HostTable or None
-        Its host's ready table, if cached tensors are agreed on there.
     coordinator : Coordinator or None
         On rank 0.
     """
 
-    def __init__(
-        self, world: SimulatedWorld, tree: Tree, table: HostTable | None, coordinator: Coordinator | None
-    ) -> None:
+    def __init__(self, world: SimulatedWorld, tree: Tree, coordinator: Coordinator | None) -> None:
         self.rank = tree.rank
         self.host = world.host_of(self.rank)
         self.process = world.make_process(self._settle)
@@ -103,7 +98,8 @@ class SimulatedRank:
         self.error = ""
         self.carried_out: list[object] = []
         self._world = world
-        self._table = table
+        # Its host's ready table, if cached tensors are agreed on there.
+        self._table = world.tables[self.host] if world.tables else None
         self._program = world.program(self.rank, world.size)
         self._fresh: list[tuple[int, Request]] = []
         self._in_flight = 0
@@ -119,12 +115,11 @@ class SimulatedRank:
 
     def advance(self) -> None:
         """Go on with the program."""
-        now = self._world.clock.now
         for action in self._program:
             if isinstance(action, Hang):
                 return
             if isinstance(action, Compute):
-                self._world.clock.at(now + action.seconds, self.advance)
+                self._world.clock.after(action.seconds, self.advance)
                 return
             if isinstance(action, Submit):
                 self._submit([(action.process_set, request_of(tensor)) for tensor in action.tensors])
@@ -143,7 +138,7 @@ class SimulatedRank:
 
     def _submit(self, requests: Sequence[tuple[int, Request]]) -> None:
         if not self._fresh:
-            self._world.clock.at(self._world.clock.now + self._world.cycle, self._flush)
+            self._world.clock.after(self._world.cycle, self._flush)
         self._fresh += requests
         self._in_flight += len(requests)
 
@@ -154,8 +149,8 @@ class SimulatedRank:
         if marked and self._table is not None:
             self._table.process.call(self._table.mark, self.rank, marked)
         if left:
-            now = self._world.clock.now
-            self._world.clock.at(now + self._world.network.wake, self.process.call, self._send_requests, left)
+            wake = self._world.network.wake
+            self._world.clock.after(wake, self.process.call, self._send_requests, left)
 
     def _split(self, fresh: Sequence[tuple[int, Request]]) -> tuple[int, list[tuple[int, Request]]]:
         """Return the slots to mark ready, and the requests to send."""
@@ -191,8 +186,7 @@ class SimulatedRank:
 
     def arrive(self, source: int, payload: bytes) -> None:
         """Take a message that has arrived."""
-        wake = self._world.network.wake
-        self._world.clock.at(self._world.clock.now + wake, self.process.call, self._take, source, payload)
+        self._world.clock.after(self._world.network.wake, self.process.call, self._take, source, payload)
 
     def _take(self, source: int, payload: bytes) -> None:
         self.process.spend(self._world.network.message_cpu)
@@ -223,11 +217,11 @@ class SimulatedRank:
     # -- the background thread: what was agreed
 
     def look_at_log(self) -> None:
-        """See :class:`~pyhvd.simulation.agreement.TableMember`."""
-        self._world.clock.at(self._world.clock.now, self.process.wake)
+        """Note, at any time, that the log of the host's table has grown."""
+        self._world.clock.after(0.0, self.process.wake)
 
     def take_back(self, bits: int) -> None:
-        """See :class:`~pyhvd.simulation.agreement.TableMember`."""
+        """Note, at any time, that marks of these slots are void: their tensors are to be submitted again."""
         again = [(GLOBAL_SET, self.worker.request_of(GLOBAL_SET, slot)) for slot in iter_bits(bits)]
         self.process.call(self._send_requests, again)
 

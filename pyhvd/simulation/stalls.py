@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,8 @@ if TYPE_CHECKING:
     from pyhvd.simulation.ranks import SimulatedRank
     from pyhvd.simulation.world import SimulatedWorld
 
-StacksOf = Callable[[int], list[ThreadStack]]
-"""Returns the stacks of a rank."""
-
-
-def in_step(rank: int) -> list[ThreadStack]:  # noqa: ARG001
-    """Return the stack of a rank that stands in its training step: the same for all ranks."""
-    return [ThreadStack("MainThread", [Frame("train.py", 71, "step"), Frame("train.py", 90, "<module>")])]
+IN_STEP = [ThreadStack("MainThread", [Frame("train.py", 71, "step"), Frame("train.py", 90, "<module>")])]
+"""The stack of a rank that stands in its training step: the same for all ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,6 @@ class _Locations(RankLocations):
     """What a simulated rank answers, and what it sees of the other ranks' processes."""
 
     world: SimulatedWorld
-    stacks_of: StacksOf
 
     def states(self, ranks: Iterable[int]) -> dict[int, ProcessState]:
         """See :meth:`pyhvd.observe.hang_reporter.RankLocations.states`."""
@@ -58,7 +52,7 @@ class _Locations(RankLocations):
 
     def report(self, number: int) -> StackReport:
         """See :meth:`pyhvd.observe.hang_reporter.RankLocations.report`."""
-        return StackReport(PROTOCOL_VERSION, number, self.stacks_of(self.rank))
+        return StackReport(PROTOCOL_VERSION, number, IN_STEP)
 
 
 class Stalls:
@@ -70,32 +64,25 @@ class Stalls:
         The cluster.
     warn_s, end_s : float
         Seconds after which rank 0 warns, and ends the job; 0: it does not end the job.
-    stacks_of : callable
-        Where the ranks stand.
 
     Attributes
     ----------
     reports : list of HangReport
         The reports so far, the error that ended the job included.
-    cpu, longest : float
-        CPU time (s) of all looks and answers on rank 0, and of the longest one. Where turns are measured,
-        it is part of rank 0's turns.
+    longest : float
+        CPU time (s) of the longest look, or answer, on rank 0. Where turns are measured, it is part of rank
+        0's turns.
     """
 
-    def __init__(
-        self, world: SimulatedWorld, warn_s: float = 60.0, end_s: float = 0.0, stacks_of: StacksOf = in_step
-    ) -> None:
+    def __init__(self, world: SimulatedWorld, warn_s: float = 60.0, end_s: float = 0.0) -> None:
         self.reports: list[HangReport] = []
-        self.cpu = self.longest = 0.0
+        self.longest = 0.0
         self._world = world
         self._process = world.ranks[0].process
-        hosts = [world.host_of(rank) for rank in range(world.size)]
         places = [
-            ProcessPlace(world.name_of(host), 1000 + rank, str(host)) for rank, host in enumerate(hosts)
+            ProcessPlace(world.name_of(rank.host), 1000 + rank.rank, str(rank.host)) for rank in world.ranks
         ]
-        self._where = [
-            _Locations(rank, places, world=world, stacks_of=stacks_of) for rank in range(world.size)
-        ]
+        self._where = [_Locations(rank, places, world=world) for rank in range(world.size)]
         coordinator = world.ranks[0].node.coordinator
         assert coordinator is not None
         inspector = StallInspector(warn_s, end_s, unannounced=bool(world.tables))
@@ -125,9 +112,7 @@ class Stalls:
         self.reports.append(HangReport(self._process.now, text))
 
     def _count(self, begun: float) -> None:
-        used = time.thread_time() - begun
-        self.cpu += used
-        self.longest = max(self.longest, used)
+        self.longest = max(self.longest, time.thread_time() - begun)
 
     def take(
         self, source: int, rank: SimulatedRank, message: StackRequest | StackReport | StillInRound

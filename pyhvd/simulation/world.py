@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator
+from pyhvd.native.shared_memory import HostTree
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.messages import Response, iter_bits
-from pyhvd.simulation.agreement import CoordinatorTable, HostTable, make_trees, slots_for
+from pyhvd.simulation.agreement import SETS, CoordinatorTable, HostTable, slots_for
 from pyhvd.simulation.clock import Clock, SimulatedProcess
 from pyhvd.simulation.data_path import Cost, DataPath, Machine
 from pyhvd.simulation.network import Network, Wires
@@ -75,18 +76,9 @@ class SimulatedStep:
 class BatchRun:
     """A batch that ran: from when the last rank entered it until its end, and its cost."""
 
-    batch: SimulatedBatch
     begin: float
     end: float
     cost: Cost
-
-
-@dataclass
-class _Open:
-    """A batch that some ranks have entered."""
-
-    ranks: list[SimulatedRank] = field(default_factory=list)
-    latest: float = 0.0
 
 
 @dataclass(eq=False)
@@ -133,6 +125,9 @@ class SimulatedWorld:
 
     def __post_init__(self) -> None:
         hosts, local_ranks, knobs = self.hosts, self.local_ranks, self.knobs
+        for name, value in (("hosts", hosts), ("local_ranks", local_ranks)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: a cluster has at least 1")
         capacity = knobs.cache_capacity
         self.size = hosts * local_ranks
         self.fusion_threshold, self.cycle = knobs.fusion_threshold, knobs.cycle_time_ms / 1e3
@@ -145,7 +140,8 @@ class SimulatedWorld:
         self._sharers = self.machine.sharers(hosts, local_ranks)
         self._steps_of = [0] * self.size
         self._waits_of = [0] * self.size
-        self._open: dict[object, _Open] = {}
+        # By the keys of batches that some ranks have entered: when each rank did.
+        self._open: dict[object, dict[SimulatedRank, float]] = {}
         self._audiences: dict[int, int] = {}
         self._cached: dict[int, list[SimulatedBatch]] = {}
         self.tables = self._make_tables(slots_for(capacity)) if hosts <= LINKED_HOSTS else []
@@ -155,21 +151,16 @@ class SimulatedWorld:
         coordinator = Coordinator(self.size, capacity, (), self._coordinator_table)
         leaders = [rank - rank % local_ranks for rank in range(self.size)]
         self.ranks = [
-            SimulatedRank(
-                self,
-                Tree.of(rank, leaders),
-                self.tables[self.host_of(rank)] if self.tables else None,
-                None if rank else coordinator,
-            )
+            SimulatedRank(self, Tree.of(rank, leaders), None if rank else coordinator)
             for rank in range(self.size)
         ]
         for table in self.tables:
             table.members = [self.ranks[rank] for rank in table.marks]
 
     def _make_tables(self, slots: int) -> list[HostTable]:
-        trees = make_trees(parents_of(self.hosts), slots) if self.hosts > 1 else [None]
-        tables = []
-        for host, tree in enumerate(trees):
+        parents, tables = parents_of(self.hosts), []
+        for host in range(self.hosts):
+            tree = HostTree(host, parents, SETS, slots) if self.hosts > 1 else None
             tables.append(HostTable(self.make_process, self.wires, self.ranks_of(host), tree, host))
         for table in tables:
             table.peers = tables
@@ -205,15 +196,13 @@ class SimulatedWorld:
 
     def note_wait(self, rank: int) -> None:
         """Note that a rank waits for its tensors."""
-        step = self._step(self._waits_of[rank])
-        self._waits_of[rank] += 1
+        step = self._next_step(self._waits_of, rank)
         step.begun_waiting += self.clock.now
         step.last_waiting = max(step.last_waiting, self.clock.now)
 
     def note_step(self, rank: int) -> None:
         """Note that a rank has ended a step."""
-        step = self._step(self._steps_of[rank])
-        self._steps_of[rank] += 1
+        step = self._next_step(self._steps_of, rank)
         step.ended += 1
         step.last_end = self.clock.now
         if step.ended == self.size:
@@ -223,16 +212,18 @@ class SimulatedWorld:
         """Return what has been done until now."""
         traffic = [self.wires.traffic[host] for host in range(self.hosts)]
         return Totals(
-            [each.messages_in + each.messages_out for each in traffic],
-            [each.bytes_in + each.bytes_out for each in traffic],
+            [each.messages for each in traffic],
+            [each.nbytes for each in traffic],
             [rank.process.busy for rank in self.ranks],
             [table.process.busy for table in self.tables],
         )
 
-    def _step(self, number: int) -> SimulatedStep:
-        while len(self.steps) <= number:
+    def _next_step(self, counts: list[int], rank: int) -> SimulatedStep:
+        """Count a step of a rank; return it."""
+        counts[rank] += 1
+        if len(self.steps) < counts[rank]:
             self.steps.append(SimulatedStep())
-        return self.steps[number]
+        return self.steps[counts[rank] - 1]
 
     def announce(self, number: int, audience: int) -> bool:
         """Give rank 0's list its place in the ready log; return False if there is no room now. 0: no list."""
@@ -255,20 +246,20 @@ class SimulatedWorld:
 
     def enter(self, rank: SimulatedRank, batch: SimulatedBatch) -> None:
         """Let a rank take part in a batch, which ends when all ranks of its set have entered it."""
-        at = self._open.setdefault(batch.key, _Open())
-        at.ranks.append(rank)
-        at.latest = max(at.latest, rank.process.now)
+        entered = self._open.setdefault(batch.key, {})
+        entered[rank] = rank.process.now
         members = rank.worker.sets[batch.process_set]
-        if len(at.ranks) == len(members):
+        if len(entered) == len(members):
             del self._open[batch.key]
             here = len({self.host_of(each) for each in members})
             local = -(-len(members) // here)
             cost = self._cost_of(batch.kind, batch.nbytes, here, local, batch.tensors)
-            end = at.latest + cost.seconds
-            self.runs.append(BatchRun(batch, at.latest, end, cost))
-            self.clock.at(end, self._complete, at.ranks)
+            begin = max(entered.values())
+            end = begin + cost.seconds
+            self.runs.append(BatchRun(begin, end, cost))
+            self.clock.at(end, self._complete, entered)
 
-    def _complete(self, ranks: Sequence[SimulatedRank]) -> None:
+    def _complete(self, ranks: Iterable[SimulatedRank]) -> None:
         for rank in ranks:
             if not rank.error:
                 rank.finish(self.clock.now)

@@ -106,17 +106,12 @@ class FaultPlan:
         if not ranks or not kinds:
             raise ValueError("FaultPlan needs at least one kind of fault, and one rank that is not spared")
         draw = random.Random(seed)
-        self.faults = sorted(
-            (self._draw(draw, ranks, kinds, within, seconds) for _ in range(count)), key=lambda f: f.when
-        )
-
-    @staticmethod
-    def _draw(
-        draw: random.Random, ranks: Sequence[int], kinds: Sequence[Kind], within: float, seconds: float
-    ) -> Fault:
-        rank, kind, when = draw.choice(ranks), draw.choice(kinds), draw.random() * within
-        share = draw.random()
-        return Fault(rank, kind, when, seconds if math.isinf(seconds) else share * seconds)
+        faults = []
+        for _ in range(count):
+            rank, kind, when = draw.choice(ranks), draw.choice(kinds), draw.random() * within
+            share = draw.random()
+            faults.append(Fault(rank, kind, when, seconds if math.isinf(seconds) else share * seconds))
+        self.faults = sorted(faults, key=lambda fault: fault.when)
 
     def of(self, rank: int) -> list[Fault]:
         """Return the faults of one rank."""

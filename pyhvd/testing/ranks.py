@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pyhvd.api import lifecycle
@@ -78,53 +79,51 @@ def run_ranks(
     >>> [float(x) for x in run_ranks(3, lambda: hvd.allreduce(np.float32(hvd.rank()), op=hvd.Sum))]
     [3.0, 3.0, 3.0]
     """
-    return _Crew(ThreadWorlds(size, timeout, hosts), dict(knobs or {}), init=init).run(function, args)
+    return _Crew(ThreadWorlds(size, timeout, hosts), dict(knobs or {}), init).run(function, args)
 
 
+@dataclass
 class _Crew:
     """The shared state of one :func:`run_ranks`."""
 
-    def __init__(self, worlds: ThreadWorlds, knobs: dict[str, Any], *, init: bool) -> None:
-        self.worlds = worlds
-        self.size = worlds.size
-        self.timeout = worlds.timeout
-        self.results: dict[int, Any] = {}
-        self.errors: dict[int, BaseException] = {}
-        self._init = init
-        self._knobs = knobs
+    worlds: ThreadWorlds
+    knobs: dict[str, Any]
+    init: bool
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Start the ranks, wait for them, and return their results or raise the first error."""
         threads = [
             threading.Thread(target=self.play, args=(r, function, args), name=f"rank-{r}", daemon=True)
-            for r in range(self.size)
+            for r in range(self.worlds.size)
         ]
         for thread in threads:
             thread.start()
-        until = time.monotonic() + self.timeout
+        until = time.monotonic() + self.worlds.timeout
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
         if hung := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
-            text = f"ranks {hung} have not ended within {self.timeout:g} s\n{_stacks()}"
+            text = f"ranks {hung} have not ended within {self.worlds.timeout:g} s\n{_stacks()}"
             self.worlds.abort()
             raise RanksFailed(text, self.errors)
         if self.errors:
             # An error that follows from another rank's comes after the errors that do not.
             rank = min(self.errors, key=lambda rank: (isinstance(self.errors[rank], _SECONDARY), rank))
             error = self.errors[rank]
-            text = f"rank {rank} of {self.size} raised {type(error).__name__}: {error}"
+            text = f"rank {rank} of {self.worlds.size} raised {type(error).__name__}: {error}"
             raise RanksFailed(text, self.errors) from error
-        return [self.results[rank] for rank in range(self.size)]
+        return [self.results[rank] for rank in range(self.worlds.size)]
 
     def play(self, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Run one rank."""
         holder = ContextHolder()
         holder.make_world = lambda: self.worlds.world(rank)
-        holder.overrides = self._knobs
+        holder.overrides = self.knobs
         cause: BaseException | None = None
         with playing_rank(holder):
             try:
-                if self._init:
+                if self.init:
                     lifecycle.init()
                 self.results[rank] = function(*args)
             except BaseException as exc:

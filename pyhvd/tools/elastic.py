@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from pyhvd.common.command_line import CommandParser
 from pyhvd.job.driver.drain_socket import DrainError, ask_to_drain, find_jobs
 
 _EXAMPLES = """\
@@ -36,19 +37,15 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pyhvd elastic",
-        description="Change a running elastic job.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        prog="python -m pyhvd elastic", description="Change a running elastic job.", examples=_EXAMPLES
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="drain")
     drain = actions.add_parser(
         "drain",
         help="let the ranks leave a host at their next commit",
         description="Let the ranks leave a host at their next commit, so that no step is lost.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
     drain.add_argument("host", metavar="HOST", help="the host, by the name that the job uses")
     drain.add_argument("--job", type=int, metavar="PID", help="the process id of the job's pyhvdrun")

@@ -128,7 +128,7 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
     return data
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RateRow:
     """Rates of one rank between two readings, ``seconds`` apart; None for shares without data.
 
@@ -220,14 +220,11 @@ def _host_row(host: str, pairs: Sequence[tuple[MetricsReading, MetricsReading]])
 def rates(before: Sequence[MetricsReading], after: Sequence[MetricsReading]) -> list[RateRow]:
     """Return a row for each rank that both readings have."""
     pairs = _pairs(before, after)
-    rows = [_row(then, now) for then, now in pairs]
+    awaited: dict[str, float] = {}
     for then, now in pairs:
-        if now.rank == 0:
-            awaited = _grown_by(then, now, "pyhvd_awaited_seconds_total", "late_rank")
-            for row in rows:
-                if (key := str(row.rank)) in awaited:
-                    row.awaited_percent = 100 * awaited[key] / _passed(then, now)
-    return rows
+        grown = _grown_by(then, now, "pyhvd_awaited_seconds_total", "late_rank")  # by rank 0 alone
+        awaited |= {rank: 100 * seconds / _passed(then, now) for rank, seconds in grown.items()}
+    return [_row(then, now, awaited.get(str(now.rank))) for then, now in pairs]
 
 
 def _pairs(
@@ -237,7 +234,7 @@ def _pairs(
     return [(earlier[reading.who], reading) for reading in after if reading.who in earlier]
 
 
-def _row(then: MetricsReading, now: MetricsReading) -> RateRow:
+def _row(then: MetricsReading, now: MetricsReading, awaited_percent: float | None) -> RateRow:
     seconds = _passed(then, now)
 
     def grown(name: str) -> float:
@@ -256,6 +253,7 @@ def _row(then: MetricsReading, now: MetricsReading) -> RateRow:
         wait_percent=100 * grown("pyhvd_wait_seconds_sum") / seconds,
         errors=int(now.total("pyhvd_errors_total")),
         stalled=int(now.total("pyhvd_stalled_tensors")),
+        awaited_percent=awaited_percent,
         lanes={lane: 100 * n / everything for lane, n in lanes.items() if n},
         generation=now.generation,
     )

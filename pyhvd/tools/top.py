@@ -14,10 +14,11 @@ import json
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from pyhvd.common.tables import align
+from pyhvd.common.command_line import CommandParser
+from pyhvd.common.tables import align, rich_table
 from pyhvd.observe.endpoint_files import RankFile, read_files
 from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.scraping import HostRow, RateRow, host_rates, rates, scrape
@@ -101,8 +102,6 @@ def _find(given: argparse.Namespace) -> list[str]:
         return list(given.url)
     if given.ports:
         return [f"http://{_host(given.address)}:{port}/metrics" for port in given.ports]
-    if given.port is not None:
-        return [f"http://{_host(given.address)}:{given.port + k}/metrics" for k in range(given.ranks)]
     files = read_files()
     # The file of a killed rank may still exist, and its process id may belong to another process.
     seen = scrape([_url(file) for file in files])
@@ -123,7 +122,7 @@ def _find(given: argparse.Namespace) -> list[str]:
 
 def _find_again(urls: Sequence[str], job: str, given: argparse.Namespace) -> Sequence[str]:
     """Return the addresses of an elastic job's ranks, which a new generation may have elsewhere."""
-    if given.url or given.ports or given.port is not None:
+    if given.url or given.ports:
         return urls
     return [_url(file) for file in read_files() if file.job == job] or urls
 
@@ -190,14 +189,8 @@ Show = Callable[[str, Sequence[RateRow], Sequence[HostRow]], None]
 
 
 def _show_json(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:
-    ranks = [dataclasses.asdict(row) for row in rows]
-    found = {
-        "job": rows[0].job,
-        "title": title,
-        "ranks": ranks,
-        "hosts": list(map(dataclasses.asdict, hosts)),
-    }
-    print(json.dumps(found), flush=True)
+    found = {"job": rows[0].job, "title": title, "ranks": rows, "hosts": hosts}
+    print(json.dumps(found, default=dataclasses.asdict), flush=True)
 
 
 def _show_plain(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:
@@ -213,22 +206,12 @@ def _rich_screen() -> Iterator[Show]:
     from rich.console import Group
     from rich.live import Live
     from rich.markup import escape
-    from rich.table import Table
-
-    def table_of(
-        columns: Sequence[str], lines: Iterable[tuple[str, ...]], key: str, title: str = ""
-    ) -> Table:
-        table = Table(title=escape(title), caption=key, title_justify="left")
-        for column in columns:
-            table.add_column(column, justify="right")
-        for line in lines:
-            table.add_row(*map(escape, line))
-        return table
 
     def show(title: str, rows: Sequence[RateRow], hosts: Sequence[HostRow]) -> None:
-        tables = [table_of(_COLUMNS, map(cells, rows), _KEY, title)]
+        layout = {"caption": _KEY, "title": escape(title), "title_justify": "left"}
+        tables = [rich_table(_COLUMNS, map(cells, rows), **layout)]
         if hosts:
-            tables.append(table_of(_HOST_COLUMNS, map(host_cells, hosts), _HOST_KEY))
+            tables.append(rich_table(_HOST_COLUMNS, map(host_cells, hosts), caption=_HOST_KEY))
         live.update(Group(*tables), refresh=True)
 
     with Live(auto_refresh=False) as live:
@@ -247,12 +230,8 @@ def _screen(given: argparse.Namespace) -> AbstractContextManager[Show]:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m pyhvd top",
-        description=f"Show what the ranks of a running job do, until it ends. {_KEY}. Of hosts: {_HOST_KEY}.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = f"Show what the ranks of a running job do, until it ends. {_KEY}. Of hosts: {_HOST_KEY}."
+    parser = CommandParser(prog="python -m pyhvd top", description=what, examples=_EXAMPLES)
     parser.add_argument("--job", metavar="NAME", help="which job, if several run here")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", type=_address, action="append", help="a rank's endpoint; may be given again")
@@ -268,10 +247,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="one table, over one interval, then end")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of each table")
     given = parser.parse_args(argv)
-    if given.port is not None and (last := given.port + given.ranks - 1) > MOST_PORT:
-        parser.error(
-            f"argument --ranks: the last one's port would be {last}, but a port is at most {MOST_PORT}"
-        )
+    if given.port is not None:
+        given.ports = range(given.port, given.port + given.ranks)
+        if (last := given.ports[-1]) > MOST_PORT:
+            parser.error(
+                f"argument --ranks: the last one's port would be {last}, but a port is at most {MOST_PORT}"
+            )
     return given
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from pyhvd.common.command_line import CommandParser
 from pyhvd.common.tables import print_table
 from pyhvd.common.text import describe_ranks
 from pyhvd.observe.trace.files import TraceError
@@ -46,12 +47,8 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pyhvd trace",
-        description="Work with the files that a timeline has left.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Work with the files that a timeline has left."
+    parser = CommandParser(prog="python -m pyhvd trace", description=what, examples=_EXAMPLES)
     actions = parser.add_subparsers(dest="action", required=True, metavar="merge|summary")
     merge_action = _add_action(actions, "merge", "put all ranks on one clock, in one Chrome trace")
     merge_action.add_argument("-o", "--output", required=True, metavar="FILE", help="the merged trace")
@@ -62,11 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
     action: argparse.ArgumentParser = actions.add_parser(
-        name,
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, help=text, description=text[0].upper() + text[1:] + ".", examples=_EXAMPLES
     )
     action.add_argument("path", nargs="+", help="directory with one recording, or one file of the recording")
     return action

@@ -20,7 +20,7 @@ HEADER, CLOCK, END = "pyhvd_header", "pyhvd_clock", "pyhvd_end"
 
 DEFAULT_NAME = "timeline.json"
 
-_CLOSING = b"\n]\n"
+_OPENING, _CLOSING = b"[", b"\n]\n"
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
 
@@ -73,18 +73,17 @@ class TraceWriter:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._end = 0
         try:
-            self._write(b"[" + _CLOSING)
+            self._write(_OPENING + _CLOSING)
         except OSError:
             os.close(self._file)
             raise
-        self._empty = True
 
     def write(self, events: Iterable[Event]) -> None:
         """Append events; return when the kernel has them. Raises OSError."""
         lines = b",\n".join(_encoder.encode(event) for event in events)
         if lines:
-            self._write((b"\n" if self._empty else b",\n") + lines + _CLOSING)
-            self._empty = False
+            first = self._end == len(_OPENING)
+            self._write((b"\n" if first else b",\n") + lines + _CLOSING)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -102,6 +101,15 @@ class TraceWriter:
         self._end = at - len(_CLOSING)
 
 
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """Return a file's content, or its first bytes; raise TraceError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as exc:
+        raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+
+
 def read_events(path: Path) -> tuple[list[Event], bool]:
     """Return a file's events, and whether its last line was cut.
 
@@ -110,10 +118,7 @@ def read_events(path: Path) -> tuple[list[Event], bool]:
     TraceError
         The file is not readable, or not a Chrome trace with one event per line.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as exc:
-        raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    data = read_bytes(path)
     try:
         events = _decoder.decode(data)
         cut = False

@@ -17,7 +17,7 @@ import msgspec
 
 from pyhvd.common.text import describe_ranks
 from pyhvd.observe.trace.clocks import ClockMap, ClockReading
-from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_events
+from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_bytes, read_events
 from pyhvd.observe.trace.rows import DATA_PATH, MAIN, row_label
 
 
@@ -79,24 +79,32 @@ class Phase:
     last_host: str = ""
 
 
-@dataclass(slots=True)
-class RankTrace:
+class Header(msgspec.Struct):
+    """The header of a file; ``origin_ns`` is the rank's clock at time 0.
+
+    Files of older versions have no generation.
+    """
+
+    job: str
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    size: Annotated[int, msgspec.Meta(ge=1)]
+    host: str
+    origin_ns: int
+    generation: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class RankTrace(Header, kw_only=True):
     """The contents of one rank's file."""
 
     path: Path
-    job: str
-    rank: int
-    size: int
-    host: str
     started: float
     clock: ClockMap
     cut: bool
     complete: bool
     dropped: int
-    generation: int = 0
-    turns: list[Turn] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
-    unfinished: list[tuple[str, str, float]] = field(default_factory=list)
+    turns: list[Turn] = []
+    phases: list[Phase] = []
+    unfinished: list[tuple[str, str, float]] = []
 
 
 def load(paths: Sequence[str]) -> list[RankTrace]:
@@ -151,29 +159,8 @@ def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
 
 def _traces_in(directory: Path) -> list[Path]:
     """Return the trace files in a directory; skip other JSON files, such as a merged trace."""
-    return [path for path in sorted(directory.glob("*.json")) if _begins_like_a_trace(path)]
-
-
-def _begins_like_a_trace(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return HEADER.encode() in file.read(200)
-    except OSError as exc:
-        raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-
-
-class Header(msgspec.Struct):
-    """The header of a file; ``origin_ns`` is the rank's clock at time 0.
-
-    Files of older versions have no generation.
-    """
-
-    job: str
-    rank: Annotated[int, msgspec.Meta(ge=0)]
-    size: Annotated[int, msgspec.Meta(ge=1)]
-    host: str
-    origin_ns: int
-    generation: Annotated[int, msgspec.Meta(ge=0)] = 0
+    paths = sorted(directory.glob("*.json"))
+    return [path for path in paths if HEADER.encode() in read_bytes(path, most=200)]
 
 
 def _header(path: Path, events: list[Event]) -> Header:
@@ -204,7 +191,7 @@ def _read(path: Path) -> RankTrace:
     header = _header(path, events)
     try:
         trace = _read_metadata(path, header, events, cut=cut)
-        _Reader(trace, header.origin_ns).read(events)
+        _Reader(trace).read(events)
     except TraceError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as exc:
@@ -227,8 +214,15 @@ def _read_metadata(path: Path, header: Header, events: list[Event], *, cut: bool
     if "start" not in readings:
         raise TraceError(f"{path}: damaged: no measurement of the clock")
     clock = ClockMap(readings["start"], readings.get("end"))
-    who = header.job, header.rank, header.size, header.host
-    return RankTrace(path, *who, epoch / 1e6, clock, cut, complete, dropped, header.generation)
+    return RankTrace(
+        **msgspec.structs.asdict(header),
+        path=path,
+        started=epoch / 1e6,
+        clock=clock,
+        cut=cut,
+        complete=complete,
+        dropped=dropped,
+    )
 
 
 @dataclass(slots=True)
@@ -241,9 +235,8 @@ class _RowState:
 class _Reader:
     """Converts one rank's events to turns and phases."""
 
-    def __init__(self, trace: RankTrace, origin: int) -> None:
+    def __init__(self, trace: RankTrace) -> None:
         self._trace = trace
-        self._origin = origin
         self._rows: dict[int, _RowState] = {}
 
     def read(self, events: Iterable[Event]) -> None:
@@ -268,7 +261,7 @@ class _Reader:
                 self._trace.unfinished.append((row.label, name, since))
 
     def _time(self, ts: float) -> float:
-        return self._trace.clock.to_root(self._origin + ts * 1000) / 1000
+        return self._trace.clock.to_root(self._trace.origin_ns + ts * 1000) / 1000
 
     def _phase(self, event: Event) -> None:
         args = event["args"]

@@ -20,6 +20,12 @@ TRACKS = (
     *("negotiate", "queue", "run", "wait for a rank", "pack", "reduce", "between hosts", "unpack"),
     "allocate, exchange",
 )
+_TRACK_OF = {
+    "WAIT_FOR_RANK": WAIT,
+    "MEMCPY_IN_FUSION_BUFFER": PACK,
+    "MEMCPY_OUT_FUSION_BUFFER": UNPACK,
+    rows.EXCHANGE: ACROSS,
+}
 _LANES = 1000
 # Larger than any rank: viewers treat thread 0 and the thread with its process's number as one thread.
 _FIRST_THREAD = 1_000_000
@@ -27,16 +33,8 @@ _FIRST_THREAD = 1_000_000
 
 def track_of(phase: str) -> int:
     """Return the track of a phase, by its name in the ranks' files."""
-    match phase:
-        case "WAIT_FOR_RANK":
-            return WAIT
-        case "MEMCPY_IN_FUSION_BUFFER":
-            return PACK
-        case "MEMCPY_OUT_FUSION_BUFFER":
-            return UNPACK
-        case rows.EXCHANGE:
-            return ACROSS
-    return REDUCE if phase.endswith(("_ALLREDUCE", "_REDUCESCATTER", "_ADASUM")) else MOVE
+    reduces = phase.endswith(("_ALLREDUCE", "_REDUCESCATTER", "_ADASUM"))
+    return _TRACK_OF.get(phase, REDUCE if reduces else MOVE)
 
 
 @dataclass(slots=True)

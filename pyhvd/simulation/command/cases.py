@@ -44,13 +44,13 @@ Progress = Callable[[int, int], None]
 """Called with the number of simulations that have ended, and of all."""
 
 
-class TooLargeError(ValueError):
-    """A simulation would take too long, or too much memory; the text says what would do."""
+class FlagError(ValueError):
+    """Flags do not fit each other, or make a simulation too large; the text names them."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One simulation: the arguments of :func:`pyhvd.testing.simulate`."""
+    """One simulation of training: its parts, steps and late ranks, and further arguments of ``simulate``."""
 
     hosts: int
     local_ranks: int
@@ -72,20 +72,16 @@ class Case:
 
     def simulate(self) -> Simulation:
         """Run the simulation."""
-        step = sum(part.compute for part in self.parts) + max((self.late or {}).values(), default=0.0)
-        return simulate(
-            self.hosts,
-            self.local_ranks,
-            training_in_parts(self.parts, self.steps, self.late),
-            self.network,
-            self.faults,
-            self.seed,
-            machine=self.machine,
-            config=self.config,
-            elastic=self.elastic,
-            cpu=self.cpu,
-            until=_AFTER_FAULT_S * (1 + self.steps) + self.steps * step,
-        )
+        given = dict(vars(self))
+        parts, steps, late = (given.pop(name) for name in ("parts", "steps", "late"))
+        step = sum(part.compute for part in parts) + max((late or {}).values(), default=0.0)
+        until = _AFTER_FAULT_S * (1 + steps) + steps * step
+        return simulate(program=training_in_parts(parts, steps, late), until=until, **given)
+
+
+def efficiency(one_host: Simulation, job: Simulation) -> float:
+    """Return how long a step takes on one host, as a part of its time in the job."""
+    return usual_step(one_host).seconds / usual_step(job).seconds
 
 
 def usual_step(job: Simulation) -> StepReport:
@@ -134,11 +130,6 @@ class Answer:
     faulty: Simulation | None = None
     lost: int = 0
 
-    @property
-    def efficiency(self) -> float:
-        """How long a step takes on one host, as a part of its time here."""
-        return usual_step(self.one_host).seconds / usual_step(self.job).seconds
-
 
 def ask(
     case: Case,
@@ -168,22 +159,18 @@ def ask(
         See :data:`Progress`.
     """
     if case.ranks * len(gradients.ready) > MOST_WORK:
-        raise TooLargeError(
+        raise FlagError(
             f"argument --hosts: all ranks submit {case.ranks * len(gradients.ready):,} gradients in a step"
             f" together: expected at most {MOST_WORK:,}"
         )
     changed = changes(case, gradients, parts)
     powers = [1 << k for k in range((case.hosts - 1).bit_length())]  # of 2, below the number of hosts
     fewer = [replace(case, hosts=hosts) for hosts in (powers if by_hosts else powers[:1])]
-    cases = [case, *changed.values(), *fewer]
-    jobs = run_all(cases, progress)
-    job, *others = jobs
+    job, *others = run_all([case, *changed.values(), *fewer], progress)
     small = others[len(changed) :]
     given = usual_step(job).seconds
-    found = []
-    for label, other in zip(changed, others, strict=False):
-        seconds = usual_step(other).seconds
-        found.append(Change(label, seconds, 1 - seconds / given))
+    lengths = [usual_step(other).seconds for other in others[: len(changed)]]
+    found = [Change(label, took, 1 - took / given) for label, took in zip(changed, lengths, strict=True)]
     return Answer(
         job,
         small[0] if small else job,
@@ -200,7 +187,7 @@ def _lose(case: Case, step: float, faults: tuple[HostLost, ...], *, elastic: boo
     steps = int(last / step) + 3
     if steps * case.ranks > _MOST_STEPS:
         latest = step * _MOST_STEPS / case.ranks
-        raise TooLargeError(
+        raise FlagError(
             f"argument --lose: {steps:,} steps would be simulated until {last:g} s: expected at most"
             f" {latest:.3g} s"
         )
@@ -279,7 +266,8 @@ def run_all(cases: Sequence[Case], progress: Progress) -> list[Simulation]:
 def _run_in_processes(cases: Sequence[Case], processes: int, progress: Progress) -> list[Simulation]:
     context = multiprocessing.get_context("spawn")
     # Each simulation has a process of its own, whose memory is then free again.
-    pool = ProcessPoolExecutor(processes, context, _end_at_interrupt, max_tasks_per_child=1)
+    at_interrupt = signal.SIGINT, signal.SIG_DFL  # end
+    pool = ProcessPoolExecutor(processes, context, signal.signal, at_interrupt, max_tasks_per_child=1)
     try:
         by_size = sorted(range(len(cases)), key=lambda i: -cases[i].ranks)
         futures = {pool.submit(_run_alone, cases[i]): i for i in by_size}
@@ -290,10 +278,6 @@ def _run_in_processes(cases: Sequence[Case], processes: int, progress: Progress)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return [jobs[i] for i in range(len(cases))]
-
-
-def _end_at_interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run_alone(case: Case) -> Simulation:

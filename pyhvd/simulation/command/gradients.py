@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -90,15 +91,9 @@ def from_sizes(source: str, sizes: Sequence[int], compute: float) -> Gradients:
     """Return gradients of these bytes, which are ready one after the other in the backward pass."""
     begin = FORWARD * compute
     each = (compute - begin) / len(sizes)
-    return Gradients(
-        source,
-        tuple(
-            ReadyGradient(Tensor(f"gradient.{i}", nbytes), begin + (i + 1) * each)
-            for i, nbytes in enumerate(sizes)
-        ),
-        compute,
-        begin,
-    )
+    tensors = [Tensor(f"gradient.{i}", nbytes) for i, nbytes in enumerate(sizes)]
+    ready = [ReadyGradient(tensor, begin + i * each) for i, tensor in enumerate(tensors, 1)]
+    return Gradients(source, tuple(ready), compute, begin)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -136,32 +131,13 @@ class RecordingError(ValueError):
     """A recording does not show what a simulation needs; the text says what is missing."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What a recording shows.
+def from_recording(source: str, traces: Sequence[RankTrace]) -> tuple[Gradients, list[str]]:
+    """Return the gradients of a recording, and notes on what of it is left out.
 
-    Attributes
-    ----------
-    gradients : Gradients
-        Of a step of the rank whose computing time is the median.
-    rank, steps : int
-        That rank, and the number of its steps.
-    notes : list of str
-        What of the recording is left out.
-    """
-
-    gradients: Gradients
-    rank: int
-    steps: int
-    notes: list[str]
-
-
-def from_recording(source: str, traces: Sequence[RankTrace]) -> Recorded:
-    """Return the gradients of a recording, and when they were ready.
-
-    A step ends where a name comes again. Gradients are the allreduces of all ranks whose names are in at
-    least half of the steps. Between two submissions a rank computes; but if nothing is in flight any more at
-    the second one, it computes only from the end of the last call on.
+    They are those of a step of the rank whose computing time is the median. A step ends where a name comes
+    again. Gradients are the allreduces of all ranks whose names are in at least half of the steps. Between
+    two submissions a rank computes; but if nothing is in flight any more at the second one, it computes only
+    from the end of the last call on.
 
     Raises
     ------
@@ -183,7 +159,7 @@ def from_recording(source: str, traces: Sequence[RankTrace]) -> Recorded:
             " job again with this version of pyhvd"
         )
     gradients = Gradients(source, tuple(ready), ready[-1].after, ready[0].after)
-    return Recorded(gradients, rank, len(whole[rank]), list(_notes(traces, ready, whole[rank])))
+    return gradients, _notes(traces, ready, whole[rank])
 
 
 def _allreduces(trace: RankTrace) -> list[Turn]:
@@ -284,9 +260,5 @@ def _notes(
 
 def _waits_inside(step: Sequence[Turn]) -> bool:
     """Return whether a gradient of a step was submitted after all earlier ones had ended."""
-    ended = math.inf
-    for turn in step:
-        if ended <= _submitted(turn):
-            return True
-        ended = turn.ended if math.isinf(ended) else max(ended, turn.ended)
-    return False
+    ends = itertools.accumulate((turn.ended for turn in step), max)
+    return any(ended <= _submitted(turn) for ended, turn in zip(ends, step[1:], strict=False))

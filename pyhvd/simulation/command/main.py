@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from pyhvd.common.command_line import CommandParser, show_progress
 from pyhvd.common.units import parse_rate, parse_size, parse_span
 from pyhvd.config import Config
 from pyhvd.errors import ConfigError
 from pyhvd.observe.trace.files import TraceError
 from pyhvd.observe.trace.loading import load
 from pyhvd.simulation import HostLost, Machine, Network
-from pyhvd.simulation.command.cases import LARGE, Answer, Case, Progress, TooLargeError, ask
+from pyhvd.simulation.command.cases import LARGE, Answer, Case, FlagError, ask
 from pyhvd.simulation.command.gradients import (
     Gradients,
     RecordingError,
@@ -54,7 +54,7 @@ def main(argv: list[str], cpu: float | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         case, gradients = _read(given, cpu)
-        with _progress() as progress:
+        try:
             answer = ask(
                 case,
                 gradients,
@@ -62,11 +62,13 @@ def main(argv: list[str], cpu: float | None = None) -> int:
                 by_hosts=given.plot is not None,
                 faults=tuple(given.lose),
                 elastic=given.elastic,
-                progress=progress,
+                progress=lambda done, total: show_progress(f"simulating: {done} of {total} done"),
             )
+        finally:
+            show_progress("")
     except (TraceError, RecordingError) as exc:
         parser.error(f"argument --timeline: {exc}")
-    except (_UsageError, ConfigError, TooLargeError) as exc:
+    except (FlagError, ConfigError) as exc:
         parser.error(str(exc))
     except BrokenProcessPool:
         print(
@@ -82,27 +84,23 @@ def main(argv: list[str], cpu: float | None = None) -> int:
     return 0
 
 
-class _UsageError(Exception):
-    """Flags do not fit each other; the text names them."""
-
-
 def _read(given: argparse.Namespace, cpu: float | None) -> tuple[Case, Gradients]:
     """Return the cluster, and what a step submits."""
     ranks = given.hosts * given.local_ranks
     for rank, _ in given.straggler:
         if rank >= ranks:
-            raise _UsageError(f"argument --straggler: there is no rank {rank}: expected 0 to {ranks - 1}")
+            raise FlagError(f"argument --straggler: there is no rank {rank}: expected 0 to {ranks - 1}")
     for fault in given.lose:
         if fault.host >= given.hosts:
-            raise _UsageError(
+            raise FlagError(
                 f"argument --lose: there is no host {fault.host}: expected 0 to {given.hosts - 1}"
             )
     if len({fault.host for fault in given.lose}) == given.hosts:
-        raise _UsageError("argument --lose: all hosts would be lost: expected 1 or more that are left")
+        raise FlagError("argument --lose: all hosts would be lost: expected 1 or more that are left")
     if given.elastic and not given.lose:
-        raise _UsageError("argument --elastic: has an effect only with --lose: expected both")
+        raise FlagError("argument --elastic: has an effect only with --lose: expected both")
     if given.plot is not None and not can_draw():
-        raise _UsageError(f"argument --plot: {NEEDED}")
+        raise FlagError(f"argument --plot: {NEEDED}")
     gradients = _gradients(given)
     config, _ = Config.from_env(**given.fusion_threshold)
     case = Case(
@@ -123,34 +121,17 @@ def _read(given: argparse.Namespace, cpu: float | None) -> tuple[Case, Gradients
 def _gradients(given: argparse.Namespace) -> Gradients:
     if given.timeline is None:
         if given.compute is None:
-            raise _UsageError(
+            raise FlagError(
                 "argument --compute: is missing: expected with --tensors how long a step computes"
             )
         gradients = from_sizes(given.tensors[0], given.tensors[1], given.compute)
     else:
-        recorded = from_recording(given.timeline, load([given.timeline]))
-        for note in recorded.notes:
+        gradients, notes = from_recording(given.timeline, load([given.timeline]))
+        for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        gradients = recorded.gradients
         if given.compute is not None:
             gradients = gradients.scaled(given.compute)
     return gradients.halved() if given.half else gradients
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Yield a function that shows how far the simulations are: on a terminal, in a line that vanishes."""
-    shown = sys.stderr.isatty()
-
-    def show_progress(done: int, total: int) -> None:
-        if shown:
-            print(f"\r\x1b[Ksimulating: {done} of {total} done", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show_progress
-    finally:
-        if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _print(given: argparse.Namespace, case: Case, gradients: Gradients, answer: Answer) -> None:
@@ -166,12 +147,8 @@ def _print(given: argparse.Namespace, case: Case, gradients: Gradients, answer: 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pyhvd simulate",
-        description="Simulate training on a cluster: where the time of a step goes, and what would help.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Simulate training on a cluster: where the time of a step goes, and what would help."
+    parser = CommandParser(prog="python -m pyhvd simulate", description=what, examples=_EXAMPLES)
     _add_cluster(parser.add_argument_group("the cluster"))
     _add_program(parser.add_argument_group("the program"))
     faults = parser.add_argument_group("what goes wrong")

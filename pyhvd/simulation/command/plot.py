@@ -10,8 +10,8 @@ from typing import Any
 
 from pyhvd.common.units import span
 from pyhvd.simulation import Simulation
-from pyhvd.simulation.command.cases import usual_step
-from pyhvd.simulation.command.screen import PARTS, efficiencies, parts_of
+from pyhvd.simulation.command.cases import efficiency, usual_step
+from pyhvd.simulation.command.screen import PARTS, parts_of
 
 NEEDED = 'needs matplotlib: pip install "pyhvd[plot]"'
 _COLOURS = {
@@ -39,7 +39,7 @@ def draw(path: Path, title: str, jobs: Sequence[Simulation]) -> None:
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(max(7.0, 1.8 + 0.75 * len(jobs)), 4.8))
     _bars(axes, jobs)
-    _line(axes, efficiencies(jobs))
+    _line(axes, [100 * efficiency(jobs[0], job) for job in jobs])
     axes.set_xticks(range(len(jobs)), [f"{job.hosts:,}" for job in jobs], fontsize=9)
     ranks = jobs[0].local_ranks
     axes.set_xlabel(f"hosts, with {ranks} ranks each" if ranks > 1 else "hosts, with 1 rank each")
@@ -69,9 +69,8 @@ def _bars(axes: Any, jobs: Sequence[Simulation]) -> None:
         axes.text(place, 101.5, span(step.seconds), ha="center", fontsize=8, color=_INK)
 
 
-def _line(axes: Any, shares: Sequence[float]) -> None:
-    """Draw the efficiency."""
-    heights = [100 * share for share in shares]
+def _line(axes: Any, heights: Sequence[float]) -> None:
+    """Draw the efficiency (%)."""
     axes.plot(
         range(len(heights)), heights, color=_INK, marker="o", markersize=4.5, lw=1.3, markeredgecolor="white",
         label="efficiency: one host's step / this step",

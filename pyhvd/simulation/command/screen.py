@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pyhvd.common.tables import align, print_table
 from pyhvd.common.units import bit_rate, size, span
 from pyhvd.simulation import Failure, Simulation, StepReport
-from pyhvd.simulation.command.cases import Answer, Case, usual_step
+from pyhvd.simulation.command.cases import Answer, Case, efficiency, usual_step
 from pyhvd.simulation.command.gradients import Gradients
 from pyhvd.simulation.world import LINKED_HOSTS
 
@@ -46,8 +46,7 @@ def show(case: Case, gradients: Gradients, answer: Answer) -> None:
     print()
     print_table("where the time of a step goes", ["part", "ms", "share"], rows)
     print()
-    for line in _lines(answer, step):
-        print(line)
+    print(*_lines(answer, step), sep="\n")
     print()
     _show_changes(answer, step)
     if answer.faulty is not None and answer.faulty.failure is not None:
@@ -89,7 +88,7 @@ def _lines(answer: Answer, step: StepReport) -> Iterator[str]:
     yield f"reductions run for another {_ms(step.hidden)} ms while ranks compute"
     if job.hosts > 1:
         yield (
-            f"efficiency: {_percent(answer.efficiency)} of one host's, where a step takes"
+            f"efficiency: {_percent(efficiency(answer.one_host, job))} of one host's, where a step takes"
             f" {_ms(usual_step(answer.one_host).seconds)} ms"
         )
         yield (
@@ -164,17 +163,12 @@ def as_dict(case: Case, gradients: Gradients, answer: Answer) -> dict[str, Any]:
         },
         "first_step": answer.job.steps[0],
         "step": usual_step(answer.job),
-        "efficiency": answer.efficiency,
+        "efficiency": efficiency(answer.one_host, answer.job),
         "changes": answer.changes,
         "by_hosts": [
-            {"hosts": job.hosts, "step": usual_step(job), "efficiency": efficiency}
-            for job, efficiency in zip(answer.by_hosts, efficiencies(answer.by_hosts), strict=True)
+            {"hosts": job.hosts, "step": usual_step(job), "efficiency": efficiency(answer.by_hosts[0], job)}
+            for job in answer.by_hosts
         ],
         "failure": faulty.failure if faulty else None,
         "restart": faulty.restart if faulty else None,
     }
-
-
-def efficiencies(jobs: Sequence[Simulation]) -> list[float]:
-    """Return how long a step takes in the first job, as parts of its time in each."""
-    return [usual_step(jobs[0]).seconds / usual_step(job).seconds for job in jobs]

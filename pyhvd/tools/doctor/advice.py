@@ -1,6 +1,7 @@
 """Checks: small pure functions that derive findings from facts; each knows one kind of fault.
 
-A check yields findings with advice in words. To add a check, write a function and call it in ``_check``.
+A check yields remarks on one subject, with advice in words. To add a check, write a function and call it in
+``_checks``.
 """
 
 from __future__ import annotations
@@ -60,17 +61,18 @@ class Finding:
     text: str
 
 
-Findings = Iterator[Finding]
+Remarks = Iterator[tuple[Level, str]]
+"""What a check says of its subject."""
 
 
-def problem(about: str, text: str) -> Finding:
-    """Return a finding that makes the doctor's exit code 1."""
-    return Finding(Level.PROBLEM, about, text)
+def problem(text: str) -> tuple[Level, str]:
+    """Return a remark that makes the doctor's exit code 1."""
+    return Level.PROBLEM, text
 
 
-def note(about: str, text: str) -> Finding:
-    """Return a finding that does not change the exit code."""
-    return Finding(Level.NOTE, about, text)
+def note(text: str) -> tuple[Level, str]:
+    """Return a remark that does not change the exit code."""
+    return Level.NOTE, text
 
 
 def rate(bytes_per_second: float) -> str:
@@ -92,72 +94,64 @@ def between(found: TrialFacts, link: LinkFacts) -> str:
 # -- one host ---------------------------------------------------------------------------
 
 
-def _check_extensions(facts: DoctorFacts) -> Findings:
+def _check_extensions(facts: DoctorFacts) -> Remarks:
     for name, error in facts.extensions.items():
         if error:
             yield problem(
-                "pyhvd",
                 f"extension {name} cannot be imported ({error}): install a wheel for this Python, or, in a"
                 " source tree, run python setup.py build_ext --inplace",
             )
 
 
-def _check_gil(facts: DoctorFacts) -> Findings:
+def _check_gil(facts: DoctorFacts) -> Remarks:
     if facts.gil and facts.free_threaded:
         yield note(
-            "Python",
             "this is a free-threaded Python, but its GIL is on: an extension module that is not ready for it"
             " has been imported, or PYTHON_GIL=1 is set",
         )
 
 
-def _check_mpi(facts: DoctorFacts) -> Findings:
+def _check_mpi(facts: DoctorFacts) -> Remarks:
     mpi = facts.mpi
     if mpi.error:
-        yield problem("MPI", f"{mpi.error}. Tried in a process of its own, without mpiexec")
+        yield problem(f"{mpi.error}. Tried in a process of its own, without mpiexec")
     elif mpi.threads not in ("MPI_THREAD_MULTIPLE", "MPI_THREAD_SERIALIZED"):
         yield problem(
-            "MPI",
             f"{mpi.library} grants no more than {mpi.threads}, but pyhvd's background thread calls MPI: use"
             ' an MPI that is built with thread support, e.g. pip install "pyhvd[mpich]"',
         )
     elif mpi.threads == "MPI_THREAD_SERIALIZED":
         yield note(
-            "MPI",
             f"{mpi.library} grants MPI_THREAD_SERIALIZED: pyhvd works, but the program itself must not use"
             " MPI while pyhvd is up",
         )
 
 
-def _check_mpiexec(facts: DoctorFacts) -> Findings:
+def _check_mpiexec(facts: DoctorFacts) -> Remarks:
     if facts.mpiexec_error and not facts.mpi.error:
-        yield problem("mpiexec", facts.mpiexec_error)
+        yield problem(facts.mpiexec_error)
 
 
-def _check_shared_memory(facts: DoctorFacts, ranks: int) -> Findings:
+def _check_shared_memory(facts: DoctorFacts, ranks: int) -> Remarks:
     shared, needed = facts.shared, facts.shared_per_rank * ranks
     if shared.total is None or shared.free is None:
         yield note(
-            "shared memory",
             f"there is no {shared.path}: pyhvd uses the directory for temporary files instead, which should"
             " be in memory (tmpfs)",
         )
     elif not shared.in_memory:
         yield note(
-            "shared memory",
             f"{shared.path} is a folder on disk, to which each allreduce is written: mount a tmpfs there, as"
             " Docker does with --shm-size=1g",
         )
     elif shared.free < needed:
         yield problem(
-            "shared memory",
             f"{shared.path} has {size(shared.free)} free of {size(shared.total)}, and {ranks} ranks"
             f" need {size(needed)}: pyhvd would go through MPI, which is slower. Remove files that crashed"
             " programs have left there; in a container, start it with --shm-size=1g",
         )
     elif shared.total < SMALL_SHM:
         yield note(
-            "shared memory",
             f"{shared.path} is {size(shared.total)}: enough for pyhvd ({size(needed)} for {ranks} ranks"
             f" and each process set; on many hosts {size(facts.shared_across * ranks)}), but MPI and data"
             " loaders use it too, and end with a bus error when it is full. Start the container with"
@@ -165,74 +159,70 @@ def _check_shared_memory(facts: DoctorFacts, ranks: int) -> Findings:
         )
 
 
-def _check_cores(facts: DoctorFacts, ranks: int) -> Findings:
+def _check_cores(facts: DoctorFacts, ranks: int) -> Remarks:
     cores = facts.cores
     if cores.usable < cores.host and cores.usable < ranks:
         yield note(
-            "cores",
             f"this process may run on {cores.usable} of the host's {cores.host} cores, which {ranks} ranks"
             " would share: it has been bound (taskset, a cpuset, or mpiexec: try --bind-to none)",
         )
     elif cores.cgroup_quota is not None and cores.cgroup_quota < min(ranks, cores.usable):
         yield note(
-            "cores",
             f"the cgroup allows {cores.cgroup_quota:g} cores' worth of time, less than {ranks} ranks use:"
             " they are stopped for a part of every 100 ms, and all wait for the one that is. Raise the"
             " container's CPU limit (docker: --cpus; Kubernetes: limits.cpu)",
         )
     elif ranks > cores.effective:
         yield note(
-            "cores",
             f"{ranks} ranks share {cores.effective:g} cores: they take turns, and latencies are those of the"
             " scheduler",
         )
 
 
-def _check_memory(facts: DoctorFacts) -> Findings:
+def _check_memory(facts: DoctorFacts) -> Remarks:
     memory = facts.memory
     if memory.available is not None and memory.available < LITTLE_MEMORY:
-        yield note(
-            "memory", f"only {size(memory.available)} are available: a job may be killed for want of it"
-        )
+        yield note(f"only {size(memory.available)} are available: a job may be killed for want of it")
     if memory.cgroup_limit is not None and memory.cgroup_limit < LITTLE_MEMORY:
         limit = size(memory.cgroup_limit)
-        yield note("memory", f"the cgroup allows {limit}: raise the container's memory limit")
+        yield note(f"the cgroup allows {limit}: raise the container's memory limit")
 
 
-def _check_gpus(facts: DoctorFacts, ranks: int) -> Findings:
+def _check_gpus(facts: DoctorFacts) -> Remarks:
     there, cuda = len(facts.gpus), facts.cuda
-    devices = len(cuda.devices)
     if there and (error := cuda.errors.get("CuPy")):
-        yield note(
-            "GPUs", f"{there} found, but pyhvd cannot use CuPy, by which it takes arrays on them: {error}"
-        )
+        yield note(f"{there} found, but pyhvd cannot use CuPy, by which it takes arrays on them: {error}")
     elif there and not cuda.cupy:
         yield note(
-            "GPUs",
             f"{there} found, but pyhvd takes arrays on GPUs by CuPy, which is not there: pip install"
-            ' "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older',
+            ' "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older'
         )
-    elif there and not devices:
+
+
+def _check_devices(facts: DoctorFacts) -> Remarks:
+    if facts.gpus and facts.cuda.cupy and not facts.cuda.devices:
         yield note(
-            "devices",
-            f"{there} found by nvidia-smi, but CUDA shows this process none: look at CUDA_VISIBLE_DEVICES,"
-            " and whether the driver is as new as CuPy's CUDA",
+            f"{len(facts.gpus)} found by nvidia-smi, but CUDA shows this process none: look at"
+            " CUDA_VISIBLE_DEVICES, and whether the driver is as new as CuPy's CUDA"
         )
-    elif devices and not cuda.compiler:
+
+
+def _check_compiler(facts: DoctorFacts) -> Remarks:
+    if facts.cuda.devices and not facts.cuda.compiler:
         yield note(
-            "CuPy",
             "NVRTC is not found, so that pyhvd's kernels cannot be compiled, and arrays on GPUs go through"
-            ' the host: pip install "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it',
+            ' the host: pip install "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it'
         )
-    elif cuda.nccl and 0 < devices < ranks:
+
+
+def _check_way(facts: DoctorFacts, ranks: int) -> Remarks:
+    devices = len(facts.cuda.devices)
+    if facts.cuda.nccl and facts.cuda.compiler and 0 < devices < ranks:
         which = "1 device: arrays on it" if devices == 1 else f"{devices} devices: arrays on them"
-        yield note(
-            "GPU arrays",
-            f"{ranks} ranks share {which} go through the host, as NCCL wants a device for each rank",
-        )
+        yield note(f"{ranks} ranks share {which} go through the host, as NCCL wants a device for each rank")
 
 
-def _check_variables(facts: DoctorFacts) -> Findings:
+def _check_variables(facts: DoctorFacts) -> Remarks:
     known = known_variables()
     suffixes = sorted({name.partition("_")[2] for name in known})
     for name in facts.variables:
@@ -240,37 +230,35 @@ def _check_variables(facts: DoctorFacts) -> Findings:
         if name in known:
             continue
         if prefix == "HOROVOD" and _WITHOUT_COUNTERPART.match(suffix):
-            yield note("environment", f"pyhvd has nothing that {name} would set, and ignores it")
+            yield note(f"pyhvd has nothing that {name} would set, and ignores it")
         else:
             near = difflib.get_close_matches(suffix, suffixes, n=1, cutoff=0.75)
             hint = f": did you mean {prefix}_{near[0]}?" if near else ""
-            yield note("environment", f"pyhvd does not know {name}, and ignores it{hint}")
+            yield note(f"pyhvd does not know {name}, and ignores it{hint}")
     try:
         _, notices = Config.from_env({n: v for n, v in facts.variables.items() if n in known})
     except ConfigError as exc:
-        yield problem("environment", f"{exc}; init() fails with it")
+        yield problem(f"{exc}; init() fails with it")
         return
     for notice in notices:
         if not notice.startswith("read "):
-            yield note("environment", notice)
+            yield note(notice)
 
 
-def _check_horovod(facts: DoctorFacts) -> Findings:
+def _check_horovod(facts: DoctorFacts) -> Remarks:
     if facts.horovod.remedy:
-        yield problem("horovod", facts.horovod.remedy)
+        yield problem(facts.horovod.remedy)
 
 
-def _check_limits(facts: DoctorFacts) -> Findings:
+def _check_limits(facts: DoctorFacts) -> Remarks:
     limits = facts.limits
     if limits.open_files is not None and limits.open_files < FEW_FILES:
         yield note(
-            "limits",
             f"at most {limits.open_files} open files per process: MPI opens some for every peer, and data"
             f" loaders more; raise it (ulimit -n {8 * FEW_FILES})",
         )
     if limits.rdma and limits.locked_bytes is not None:
         yield problem(
-            "limits",
             f"there is an RDMA network card, but only {size(limits.locked_bytes)} of memory may be locked,"
             " and MPI then falls back to TCP or fails: ulimit -l unlimited (docker: --ulimit memlock=-1)",
         )
@@ -279,7 +267,7 @@ def _check_limits(facts: DoctorFacts) -> Findings:
 # -- the trial ---------------------------------------------------------------------------
 
 
-def _check_end(trial: Trial) -> Findings:
+def _check_end(trial: Trial) -> Remarks:
     if not trial.error:
         return
     where: dict[str, list[int]] = {}
@@ -289,25 +277,23 @@ def _check_end(trial: Trial) -> Findings:
     if silent := sorted(set(range(trial.ranks)) - set(trial.stages)):
         parts.append(f"{describe_ranks(silent)} had not started")
     ended = f". When it ended: {'; '.join(parts)}" if parts else ""
-    yield problem("trial", f"{trial.error}{ended}")
+    yield problem(f"{trial.error}{ended}")
 
 
-def _check_binding(facts: DoctorFacts, found: TrialFacts) -> Findings:
+def _check_binding(facts: DoctorFacts, found: TrialFacts) -> Remarks:
     here = [each for each in found.ranks if each.host == facts.host]
     cores = {core for each in here for core in each.cores}
     if len(cores) < min(len(here), facts.cores.host):
         yield note(
-            "binding",
             f"{len(here)} ranks on {facts.host} are bound to {len(cores)} of its"
             f" {facts.cores.host} cores between them: leave the binding to the system (--bind-to none),"
             " or give each rank cores of its own (--bind-to core)",
         )
 
 
-def _check_ring(found: TrialFacts) -> Findings:
+def _check_ring(found: TrialFacts) -> Remarks:
     for receiver, sender, nbytes in found.ring.damaged:
         yield problem(
-            "ring",
             f"{size(nbytes)} from rank {sender} ({found.ranks[sender].host}) arrived damaged on rank"
             f" {receiver} ({found.ranks[receiver].host}): a fault of memory, of the network, or of MPI's"
             " transport. Try another transport (MPICH: FI_PROVIDER=tcp; Open MPI: --mca btl self,tcp), and"
@@ -315,19 +301,18 @@ def _check_ring(found: TrialFacts) -> Findings:
         )
 
 
-def _check_clocks(found: TrialFacts) -> Findings:
+def _check_clocks(found: TrialFacts) -> Remarks:
     for clock in found.clocks:
         if abs(clock.offset) - clock.uncertainty > CLOCK_SKEW_S:
             ahead = "ahead of" if clock.offset > 0 else "behind"
             yield note(
-                "clocks",
                 f"the clock of {found.ranks[clock.rank].host} (rank {clock.rank}) is"
                 f" {span(abs(clock.offset))} {ahead} rank 0's: times in logs cannot be compared. Keep both"
                 " by NTP (chronyd)",
             )
 
 
-def _check_links(found: TrialFacts) -> Findings:
+def _check_links(found: TrialFacts) -> Remarks:
     if len(found.links) < FEW_LINKS:
         return
     usual = statistics.median(link.rate for link in found.links)
@@ -339,25 +324,23 @@ def _check_links(found: TrialFacts) -> Findings:
             wrong = f"moves {link_rate(link.rate)}" if slow else f"needs {span(link.latency)} for 4 bytes"
             median = link_rate(usual) if slow else span(delay)
             yield note(
-                "link",
                 f"the link {between(found, link)} {wrong}, while {median} is the median of {len(found.links)}"
                 " links: look for a slow port (ethtool), for errors (ip -s link), and for another network"
                 " that PYHVD_LINK_INTERFACES should name",
             )
 
 
-def _check_fast_path(found: TrialFacts) -> Findings:
+def _check_fast_path(found: TrialFacts) -> Remarks:
     if len({each.host for each in found.ranks}) > 1:
         return
     if not any(lane.name == "shared memory" for lane in found.lanes):
         yield note(
-            "latency",
             "the ranks of this host do not agree in shared memory, but by messages: there is too little of"
             " it, or PYHVD_CHECK is on, or PYHVD_CACHE_CAPACITY is 0",
         )
 
 
-def _check_latency(found: TrialFacts, crowded: float) -> Findings:
+def _check_latency(found: TrialFacts, crowded: float) -> Remarks:
     for lane in found.lanes:
         limit = SLOW_LATENCY_S[lane.name] * (1 if crowded == 1 else 20 * crowded)
         if lane.latency > limit:
@@ -367,29 +350,27 @@ def _check_latency(found: TrialFacts, crowded: float) -> Findings:
                 else "ranks share cores, which explains a part of it"
             )
             yield note(
-                "latency",
                 f"over {lane.name} an allreduce of 4 bytes takes {span(lane.latency)}, more than the"
                 f" {span(limit)} that are to be expected: {cause}",
             )
 
 
-def _check_bandwidth(found: TrialFacts, crowded: float) -> Findings:
+def _check_bandwidth(found: TrialFacts, crowded: float) -> Remarks:
     if len({each.host for each in found.ranks}) > 1:
         return  # the network is the limit
     for lane in found.lanes:
         floor = SLOW_SHARE * found.copy_rate / crowded
         if lane.rate < floor:
             yield note(
-                "bandwidth",
                 f"over {lane.name} an allreduce of {size(lane.nbytes)} moves {rate(lane.rate)}, while memory"
                 f" is copied at {rate(found.copy_rate)}; at least {rate(floor)} is to be expected. Look for"
                 " other programs on these cores (top), for a CPU limit, and for ranks bound to one core",
             )
 
 
-def _check_warnings(found: TrialFacts) -> Findings:
+def _check_warnings(found: TrialFacts) -> Remarks:
     for text in found.warnings:
-        yield note("pyhvd", text)
+        yield note(text)
 
 
 def examine(facts: DoctorFacts, ranks: int, trial: Trial | None = None) -> list[Finding]:
@@ -404,32 +385,41 @@ def examine(facts: DoctorFacts, ranks: int, trial: Trial | None = None) -> list[
     trial : Trial or None
         The trial's result; None if there was no trial, or if another host reports it.
     """
-    return sorted(_check(facts, ranks, trial), key=lambda finding: finding.level != Level.PROBLEM)
+    findings = [
+        Finding(level, about, text)
+        for about, remarks in _checks(facts, ranks, trial)
+        for level, text in remarks
+    ]
+    return sorted(findings, key=lambda finding: finding.level != Level.PROBLEM)
 
 
-def _check(facts: DoctorFacts, ranks: int, trial: Trial | None) -> Findings:
-    yield from _check_extensions(facts)
-    yield from _check_gil(facts)
-    yield from _check_mpi(facts)
-    yield from _check_mpiexec(facts)
-    yield from _check_shared_memory(facts, ranks)
-    yield from _check_cores(facts, ranks)
-    yield from _check_memory(facts)
-    yield from _check_gpus(facts, ranks)
-    yield from _check_variables(facts)
-    yield from _check_horovod(facts)
-    yield from _check_limits(facts)
+def _checks(facts: DoctorFacts, ranks: int, trial: Trial | None) -> Iterator[tuple[str, Remarks]]:
+    """Yield the subject of each check, and what it says."""
+    yield "pyhvd", _check_extensions(facts)
+    yield "Python", _check_gil(facts)
+    yield "MPI", _check_mpi(facts)
+    yield "mpiexec", _check_mpiexec(facts)
+    yield "shared memory", _check_shared_memory(facts, ranks)
+    yield "cores", _check_cores(facts, ranks)
+    yield "memory", _check_memory(facts)
+    yield "GPUs", _check_gpus(facts)
+    yield "devices", _check_devices(facts)
+    yield "CuPy", _check_compiler(facts)
+    yield "GPU arrays", _check_way(facts, ranks)
+    yield "environment", _check_variables(facts)
+    yield "horovod", _check_horovod(facts)
+    yield "limits", _check_limits(facts)
     if trial is None:
         return
-    yield from _check_end(trial)
+    yield "trial", _check_end(trial)
     if trial.found is None:
         return
     crowded = max(ranks / facts.cores.effective, 1.0)  # ranks per core
-    yield from _check_binding(facts, trial.found)
-    yield from _check_ring(trial.found)
-    yield from _check_clocks(trial.found)
-    yield from _check_links(trial.found)
-    yield from _check_fast_path(trial.found)
-    yield from _check_latency(trial.found, crowded)
-    yield from _check_bandwidth(trial.found, crowded)
-    yield from _check_warnings(trial.found)
+    yield "binding", _check_binding(facts, trial.found)
+    yield "ring", _check_ring(trial.found)
+    yield "clocks", _check_clocks(trial.found)
+    yield "link", _check_links(trial.found)
+    yield "latency", _check_fast_path(trial.found)
+    yield "latency", _check_latency(trial.found, crowded)
+    yield "bandwidth", _check_bandwidth(trial.found, crowded)
+    yield "pyhvd", _check_warnings(trial.found)

@@ -7,14 +7,15 @@ import contextlib
 import faulthandler
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from pyhvd.common.command_line import CommandParser, show_progress
 from pyhvd.common.text import describe_exception
 from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.run.cli import positive_float, positive_int
@@ -61,11 +62,10 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m pyhvd doctor",
         description="Look at this host and its MPI, try ranks out, and say what to do about what is wrong.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -107,16 +107,16 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
 
 def _from_outside(options: argparse.Namespace) -> Report:
     try:
-        _say("looking around")
+        show_progress("looking around")
         facts = gather(min(options.timeout, _PROBE_S))
         trial = None
         if options.on_hosts:
             return _on_hosts(options, facts)
         sound = facts.mpiexec and not facts.mpi.error and not any(facts.extensions.values())
         if sound and not options.no_run:
-            trial = try_out(options.num_proc, options.timeout, _say)
+            trial = try_out(options.num_proc, options.timeout, show_progress)
     finally:
-        _say("")
+        show_progress("")
     return Report([facts], {facts.host: examine(facts, options.num_proc, trial)}, trial)
 
 
@@ -133,7 +133,9 @@ def _on_hosts(options: argparse.Namespace, facts: DoctorFacts) -> Report:
     with tempfile.TemporaryDirectory(prefix="pyhvd-doctor-") as name:
         folder = Path(name)
         wanted = [*flags, "--start-timeout", f"{options.timeout / 2:g}", "--output-filename", name, *program]
-        error = run_job(wanted, "the ranks", options.timeout, folder, lambda: _say("trying the hosts out"))
+        error = run_job(
+            wanted, "the ranks", options.timeout, folder, lambda: show_progress("trying the hosts out")
+        )
         said = next(folder.glob("rank.*0/stdout"), None)
         with contextlib.suppress(msgspec.DecodeError):
             if said is not None:  # a report of problems ends the job with code 1
@@ -142,43 +144,34 @@ def _on_hosts(options: argparse.Namespace, facts: DoctorFacts) -> Report:
     return Report([facts], {facts.host: examine(facts, 0, trial)}, trial)
 
 
-def _say(text: str) -> None:
-    """Redraw the progress line on a terminal; elsewhere do nothing."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
-
-
 # -- as a rank ---------------------------------------------------------------------------
 
 
 def _as_rank(place: RankEnv, timeout: float) -> Report | None:
     """Run the trial with the ranks of this mpiexec; return the report on rank 0."""
     facts = gather(min(timeout, _PROBE_S)) if place.local_rank == 0 else None
-    with _Watchdog(place, timeout) as watchdog:
+    with _watchdog(place, timeout) as stages:
         from pyhvd.tools.doctor.ranks import measure
 
         begun = time.monotonic()
         found, error = None, ""
         try:
-            found = measure(watchdog.say)
+            found = measure(stages.append)
         except Exception as exc:  # an init() that fails is one of the faults that the doctor reports
             error = describe_exception(exc)
         seconds = time.monotonic() - begun
-        stage = watchdog.stage
-        watchdog.say("gathering facts")
+        stage = stages[-1]
+        stages.append("gathering facts")
         from mpi4py import MPI
 
         gathered = MPI.COMM_WORLD.gather((socket.gethostname(), facts, error, stage))
     if gathered is None:
         return None
     hosts: list[DoctorFacts] = [facts for _, facts, _, _ in gathered if facts is not None]
-    errors = [error for _, _, error, _ in gathered if error]
-    if errors:
-        stages = {rank: stage for rank, (_, _, _, stage) in enumerate(gathered)}
-        trial = Trial(len(gathered), seconds, error=errors[0], stages=stages)
-    else:
-        trial = Trial(len(gathered), seconds, found)
+    trial = Trial(len(gathered), seconds, found)
+    if errors := [error for _, _, error, _ in gathered if error]:
+        reached = {rank: stage for rank, (_, _, _, stage) in enumerate(gathered)}
+        trial = Trial(len(gathered), seconds, error=errors[0], stages=reached)
     findings = {}
     for each in hosts:
         ranks = sum(host == each.host for host, _, _, _ in gathered)
@@ -186,31 +179,23 @@ def _as_rank(place: RankEnv, timeout: float) -> Report | None:
     return Report(hosts, findings, trial)
 
 
-class _Watchdog:
-    """A context manager that ends a rank that hangs, and names the stage."""
+@contextlib.contextmanager
+def _watchdog(place: RankEnv, timeout: float) -> Iterator[list[str]]:
+    """End this rank if the block hangs, and name its stage: the last one in the list that this yields."""
+    stages = ["starting"]
 
-    def __init__(self, place: RankEnv, timeout: float) -> None:
-        self.stage = "starting"
-        self._place = place
-        self._timeout = timeout
-        self._timer = threading.Timer(timeout, self._bite)
-        self._timer.daemon = True
-
-    def say(self, stage: str) -> None:
-        """Note the next stage."""
-        self.stage = stage
-
-    def __enter__(self) -> _Watchdog:
-        self._timer.start()
-        # A Python thread needs the GIL, which a hung MPI_Init may hold; this timer does not. It stays armed:
-        # MPI_Finalize at the interpreter's exit may hang too.
-        faulthandler.dump_traceback_later(self._timeout + 5, exit=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def _bite(self) -> None:
-        text = f"pyhvd doctor: {self._place.title} has hung for {self._timeout:g} s at {self.stage!r}\n"
+    def bite() -> None:
+        text = f"pyhvd doctor: {place.title} has hung for {timeout:g} s at {stages[-1]!r}\n"
         os.write(2, text.encode())
         os._exit(1)
+
+    timer = threading.Timer(timeout, bite)
+    timer.daemon = True
+    timer.start()
+    # A Python thread needs the GIL, which a hung MPI_Init may hold; this timer does not. It stays armed:
+    # MPI_Finalize at the interpreter's exit may hang too.
+    faulthandler.dump_traceback_later(timeout + 5, exit=True)
+    try:
+        yield stages
+    finally:
+        timer.cancel()

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import pyhvd
 from pyhvd._version import __version__
-from pyhvd.common.kernel import cgroup_limits
+from pyhvd.common.kernel import cgroup_limits, read_or_empty
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_mpiexec, judge_library
 from pyhvd.job.mpi.rank_env import HOROVOD_NUMBERS
@@ -138,6 +139,7 @@ def gather(timeout: float) -> DoctorFacts:
     mpiexec, mpiexec_error = _mpiexec(mpi)
     extensions = {name: _extension_error(name) for name in EXTENSIONS}
     broken = any(extensions.values())  # without it much of pyhvd cannot be imported
+    shared_per_rank, shared_across = (0, 0) if broken else _window_bytes()
     return DoctorFacts(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -153,8 +155,8 @@ def gather(timeout: float) -> DoctorFacts:
         mpiexec=mpiexec,
         mpiexec_error=mpiexec_error,
         shared=shared_memory(),
-        shared_per_rank=_window_bytes() if not broken else 0,
-        shared_across=_window_bytes_across() if not broken else 0,
+        shared_per_rank=shared_per_rank,
+        shared_across=shared_across,
         cores=_cores(),
         memory=_memory(),
         gpus=gpus(),
@@ -190,17 +192,11 @@ def shared_memory(path: str = "/dev/shm") -> Shared:
 
 def _is_in_memory(path: str, mounts: Path = Path("/proc/self/mounts")) -> bool:
     """Return whether a folder is on a file system in memory; also if that is not known."""
-    found = {words[1]: words[2] for line in _read(mounts).splitlines() if len(words := line.split()) > 2}
+    lines = read_or_empty(mounts).splitlines()
+    found = {words[1]: words[2] for line in lines if len(words := line.split()) > 2}
     place = Path(path).resolve()
     kind = next((found[str(each)] for each in (place, *place.parents) if str(each) in found), "tmpfs")
     return kind in ("tmpfs", "ramfs")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _mpiexec(mpi: MpiFacts) -> tuple[str, str]:
@@ -227,29 +223,21 @@ def _float16() -> str:
     return _fusion.isa()
 
 
-def _window_bytes() -> int:
-    from pyhvd.config import Config
-    from pyhvd.transport.shm import area_bytes
-
-    return area_bytes(Config().chunk_size)
-
-
-def _window_bytes_across() -> int:
+def _window_bytes() -> tuple[int, int]:
+    """Return the bytes of a rank's window: of a process set on one host, and on many."""
     from pyhvd.config import Config
     from pyhvd.native import shared_memory
     from pyhvd.transport.hosts import chunk_across
     from pyhvd.transport.shm import area_bytes
 
-    chunk = chunk_across(Config().chunk_size, shared_memory.MAX_HOSTS)
-    return area_bytes(chunk, shared_memory.ACROSS_SLOTS)
+    chunk = Config().chunk_size
+    across = chunk_across(chunk, shared_memory.MAX_HOSTS)
+    return area_bytes(chunk), area_bytes(across, shared_memory.ACROSS_SLOTS)
 
 
 def _processor() -> str:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model"):
-            return value.strip()
-    return platform.processor()
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.*)", read_or_empty(Path("/proc/cpuinfo")), re.M)
+    return found[1].strip() if found else platform.processor()
 
 
 def _cores() -> Cores:
@@ -259,12 +247,9 @@ def _cores() -> Cores:
 
 
 def _memory() -> HostMemory:
-    values: dict[str, int] = {}
-    for line in _read(Path("/proc/meminfo")).splitlines():
-        name, _, rest = line.partition(":")
-        if rest.endswith("kB"):
-            values[name] = int(rest.split()[0]) * 1024
-    return HostMemory(values.get("MemTotal"), values.get("MemAvailable"), cgroup_limits()[1])
+    found = re.findall(r"^(\w+):\s*(\d+) kB", read_or_empty(Path("/proc/meminfo")), re.M)
+    nbytes = {name: int(kib) * 1024 for name, kib in found}
+    return HostMemory(nbytes.get("MemTotal"), nbytes.get("MemAvailable"), cgroup_limits()[1])
 
 
 def gpus() -> list[str]:

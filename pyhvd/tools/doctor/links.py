@@ -11,6 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -86,10 +87,11 @@ def _measure_pair(world: World, config: Config, pair: tuple[int, int], tag: int)
         here = fabric.rank
         addresses = fabric.addresses(1 - here)
         small, large = np.zeros(1, np.float32), np.zeros(_LEAST // 4, np.float32)
-        latency = statistics.median(_times(fabric.window, small, _SMALL_ROUNDS))
-        _times(fabric.window, large, 1)
-        large = np.zeros(_bytes_for(fabric.window, _times(fabric.window, large, 1)[0]) // 4, np.float32)
-        seconds = statistics.median(_times(fabric.window, large, _LARGE_ROUNDS))
+        reduce = partial(_reduce, fabric.window)
+        latency = statistics.median(time_calls(_SMALL_ROUNDS, reduce, small))
+        _, second = time_calls(2, reduce, large)
+        large = np.zeros(_bytes_for(fabric.window, second) // 4, np.float32)
+        seconds = statistics.median(time_calls(_LARGE_ROUNDS, reduce, large))
         return LinkFacts(pair, addresses, latency, large.nbytes, seconds)
     finally:
         fabric.close()
@@ -102,11 +104,12 @@ def _bytes_for(window: Window, seconds: float) -> int:
     return min(max(int(_LEAST * _LARGE_S / slowest[0]), _LEAST), _MOST) // 4 * 4
 
 
-def _times(window: Window, array: np.ndarray[tuple[int], np.dtype[np.float32]], rounds: int) -> list[float]:
+def time_calls(rounds: int, call: Callable[..., object], *args: object) -> list[float]:
+    """Return how long (s) each of some calls takes."""
     times = []
     for _ in range(rounds):
         begun = time.perf_counter()
-        _reduce(window, array)
+        call(*args)
         times.append(time.perf_counter() - begun)
     return times
 

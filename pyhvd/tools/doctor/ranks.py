@@ -14,6 +14,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ import pyhvd as hvd
 from pyhvd.config import Config
 from pyhvd.errors import ConfigError
 from pyhvd.observe.trace import clocks
-from pyhvd.tools.doctor.links import measure_links
+from pyhvd.tools.doctor.links import measure_links, time_calls
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, LinkFacts, RankFacts, RingFacts, TrialFacts
 
 if TYPE_CHECKING:
@@ -33,21 +35,10 @@ if TYPE_CHECKING:
 RING_SIZES = [1, 64 << 10, 4 << 20]
 LARGE_BYTES = 64 << 20
 _HOPS = 8
-_SMALL_ROUNDS = 200
+_WARM_UP, _SMALL_ROUNDS = 20, 200
 _LARGE_ROUNDS = 5
 _COPY_BYTES = 32 << 20
 _MEETING_S = 0.002
-
-
-class _Listener(logging.Handler):
-    """Keeps pyhvd's warnings; with this handler installed, pyhvd prints nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def measure(say: Callable[[str], None]) -> TrialFacts:
@@ -55,7 +46,9 @@ def measure(say: Callable[[str], None]) -> TrialFacts:
 
     pyhvd is not initialised before or after.
     """
-    listener = _Listener()
+    # It keeps pyhvd's warnings; with a handler installed, pyhvd prints nothing.
+    listener = BufferingHandler(capacity=sys.maxsize)
+    listener.setLevel(logging.WARNING)
     logging.getLogger("pyhvd").addHandler(listener)
     say("MPI_Init_thread")
     from mpi4py import MPI
@@ -85,7 +78,8 @@ def measure(say: Callable[[str], None]) -> TrialFacts:
         say("shutdown()")
         hvd.shutdown()
     say("gathering what pyhvd warned of")
-    warnings = sorted({text for texts in comm.allgather(listener.texts) for text in texts})
+    heard = [record.getMessage() for record in listener.buffer]
+    warnings = sorted({text for texts in comm.allgather(heard) for text in texts})
     return TrialFacts(ranks, ring, offsets, lanes, copy_rate, warnings, links)
 
 
@@ -134,11 +128,7 @@ def _cores() -> list[int]:
 def _copy_rate(comm: MPI.Intracomm) -> float:
     source, target = np.ones(_COPY_BYTES, np.uint8), np.ones(_COPY_BYTES, np.uint8)
     comm.Barrier()
-    times = []
-    for _ in range(_LARGE_ROUNDS):
-        begun = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - begun)
+    times = time_calls(_LARGE_ROUNDS, np.copyto, target, source)
     rates: list[float] = comm.allgather(_COPY_BYTES / statistics.median(times))
     return min(rates)
 
@@ -181,15 +171,11 @@ def _has_lane(*, several: bool) -> bool:
 def _latency() -> float:
     """Return the median time (s) of an allreduce of 4 bytes, over one second at most."""
     x = np.ones(1, np.float32)
-    times: list[float] = []
-    for i in range(20 + _SMALL_ROUNDS):
-        begun = time.perf_counter()
-        hvd.allreduce_(x, name="doctor/small", op=hvd.Max)
-        if i >= 20:
-            times.append(time.perf_counter() - begun)
-        if i == 20 and _slowest(times[0]) * _SMALL_ROUNDS > 1.0:
-            break
-    return statistics.median(times)
+    reduce = partial(hvd.allreduce_, x, name="doctor/small", op=hvd.Max)
+    first = time_calls(_WARM_UP + 1, reduce)[-1]
+    if _slowest(first) * _SMALL_ROUNDS > 1.0:
+        return first
+    return statistics.median([first, *time_calls(_SMALL_ROUNDS - 1, reduce)])
 
 
 def _slowest(seconds: float) -> float:
@@ -203,13 +189,11 @@ def _seconds(nbytes: int) -> float:
     If the first one, which does not count otherwise, takes longer than a second, it is the only one.
     """
     x = np.empty(nbytes // 4, np.float32)
-    times = []
+    times: list[float] = []
     for _ in range(1 + _LARGE_ROUNDS):
         x.fill(1)
         hvd.barrier()
-        begun = time.perf_counter()
-        hvd.allreduce_(x, name="doctor/large", op=hvd.Sum)
-        times.append(time.perf_counter() - begun)
+        times += time_calls(1, partial(hvd.allreduce_, x, name="doctor/large", op=hvd.Sum))
         if not (x == hvd.size()).all():
             raise RuntimeError(f"an allreduce of ones on {hvd.size()} ranks has a wrong sum")
         if len(times) == 1 and _slowest(times[0]) > 1.0:

@@ -14,13 +14,18 @@ from pathlib import Path
 
 import msgspec
 
+from pyhvd.job.mpi.rank_env import without
 from pyhvd.run.check_build import outside_job
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 
 _GRACE_S = 8.0
 _POLL_S = 0.1
 _TAIL_LINES = 6
-_NOT_FOR_A_TRIAL = ("TIMELINE", "METRICS_PORT", "AUTOTUNE", "AUTOTUNE_LOG")
+_NOT_FOR_A_TRIAL = (
+    *("PYHVD_TIMELINE", "PYHVD_METRICS_PORT", "PYHVD_AUTOTUNE"),
+    *("HOROVOD_TIMELINE", "HOROVOD_METRICS_PORT", "HOROVOD_AUTOTUNE"),
+)
+"""How the names of variables begin that write files or open ports."""
 
 
 def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Trial:
@@ -38,11 +43,11 @@ def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Tria
             f"{ranks} ranks",
             timeout,
             folder,
-            lambda: progress(read_stages(folder, 1).get(0, "starting ranks")),
+            lambda: progress(read_stages(folder).get(0, "starting ranks")),
         )
         seconds = time.monotonic() - begun
         if error:
-            return Trial(ranks, seconds, error=error, stages=read_stages(folder, ranks))
+            return Trial(ranks, seconds, error=error, stages=read_stages(folder))
         found = msgspec.json.decode((folder / "found.json").read_bytes(), type=TrialFacts)
         return Trial(ranks, seconds, found)
 
@@ -68,7 +73,7 @@ def run_job(
     with open(folder / "output", "w+b") as output:
         job = subprocess.Popen(
             [sys.executable, "-P", "-m", "pyhvd.run", *arguments],
-            env=_surroundings(),
+            env=without(outside_job(os.environ), *_NOT_FOR_A_TRIAL),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -87,22 +92,9 @@ def run_job(
     return f"{who} ended with code {job.returncode}: {tail}"
 
 
-def _surroundings() -> dict[str, str]:
-    """Return the user's environment without knobs that write files or open ports."""
-    kept = outside_job(os.environ)
-    for name in _NOT_FOR_A_TRIAL:
-        for prefix in ("PYHVD_", "HOROVOD_"):
-            kept.pop(prefix + name, None)
-    return kept
-
-
-def read_stages(folder: Path, ranks: int) -> dict[int, str]:
+def read_stages(folder: Path) -> dict[int, str]:
     """Return each rank's last stage; ranks that did not start are absent."""
-    stages = {}
-    for rank in range(ranks):
-        with contextlib.suppress(OSError):
-            stages[rank] = (folder / f"stage.{rank}").read_text()
-    return stages
+    return {int(path.suffix[1:]): path.read_text() for path in folder.glob("stage.*")}
 
 
 def _wait(job: subprocess.Popen[bytes], until: float, progress: Callable[[], None]) -> bool:

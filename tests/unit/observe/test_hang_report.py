@@ -12,7 +12,15 @@ from hypothesis import given, strategies as st
 from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.controller import Stalled
-from pyhvd.negotiation.messages import JOIN_NAME, ErrorInfo, ErrorKind, bits_of, iter_bits
+from pyhvd.negotiation.messages import (
+    JOIN_NAME,
+    PROTOCOL_VERSION,
+    ErrorInfo,
+    ErrorKind,
+    StackReport,
+    bits_of,
+    iter_bits,
+)
 from pyhvd.observe.hang_report import MAX_CHARACTERS, describe_state, error_of, names_of, warning_of
 from pyhvd.observe.hang_reporter import HangReporter, RankLocations
 from pyhvd.observe.stall_inspector import Answer, Stall, StallInspector
@@ -208,6 +216,24 @@ def test_a_rank_that_submits_while_others_are_asked_is_not_reported(caplog: pyte
         reporter.inspect(12.0)
     assert "rank 2 on host c (pid 3) has not submitted 'b'" in caplog.text
     assert "rank 1" not in caplog.text
+
+
+def test_who_said_nothing_is_looked_at_and_who_has_nothing_to_say_is_not() -> None:
+    texts: list[str] = []
+    reporter = HangReporter(
+        StallInspector(10.0, 0.0),
+        RankLocations(0, [ProcessPlace("a", 1), ProcessPlace("b", 2), ProcessPlace("c", 3)]),
+        send=lambda rank, payload: None,
+        pending=lambda now: [stalled(0, "x", 0.0, (0,), (1, 2))],
+        count=lambda tensors, warned: None,
+        warn=texts.append,
+    )
+    reporter.inspect(10.0)
+    reporter.take(1, StackReport(PROTOCOL_VERSION, 0, []))
+    reporter.inspect(12.0)
+    (text,) = texts
+    assert "rank 1 on host b (pid 2) has not submitted 'x': none of its threads runs Python code" in text
+    assert "rank 2 on host c (pid 3) has not submitted 'x': its background thread does not answer" in text
 
 
 # -- many ranks

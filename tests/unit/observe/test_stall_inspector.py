@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.common.processes import ProcessState
 from pyhvd.common.stacks import ThreadStack
 from pyhvd.controller import Stalled
 from pyhvd.negotiation.messages import PROTOCOL_VERSION, StackReport, bits_of
@@ -89,12 +88,6 @@ def test_answers_to_earlier_questions_do_not_count() -> None:
     asking = inquiry((1,))
     asking.take(1, report(6, "old"))
     assert not asking.is_over(60.0)
-
-
-def test_who_said_nothing_is_looked_at_and_who_has_nothing_to_say_is_not() -> None:
-    asking = inquiry((1, 3))
-    asking.take(1, StackReport(PROTOCOL_VERSION, 7, []))
-    assert asking.complete(lambda _: ProcessState.STOPPED) == {1: [], 3: ProcessState.STOPPED}
 
 
 def test_no_more_ranks_are_asked_than_can_be_read() -> None:

@@ -49,7 +49,7 @@ def test_events_of_one_time_keep_their_order() -> None:
     assert clock.run(until=1.5)
     assert seen == ["first", "second", "in the past: now"]
     assert not clock.run(until=2.0)
-    assert (clock.now, clock.events) == (2.0, 5)
+    assert clock.now == 2.0
 
 
 @pytest.mark.parametrize("sharers", [1, 2])
@@ -67,7 +67,7 @@ def test_a_process_works_one_turn_after_the_other(sharers: int) -> None:
     clock.run(10.0)
     # What has come meanwhile is one turn.
     assert seen == [(0.0, "a"), (1.0 * sharers, "b"), (1.0 * sharers, "c")]
-    assert (process.busy, process.longest) == (1.0 + 1.75, 1.75)
+    assert process.busy == 1.0 + 1.75
 
 
 def test_messages_share_a_link_and_keep_their_order() -> None:
@@ -79,7 +79,7 @@ def test_messages_share_a_link_and_keep_their_order() -> None:
     clock.run(1000.0)
     assert [name for _, name in seen] == [str(number) for number in range(20)]
     assert seen[-1][0] >= 20 * 1000 / 1000 + 1.0  # each message has 78 bytes of headers
-    assert (wires.traffic[0].messages_out, wires.traffic[1].bytes_in) == (20, 20_000)
+    assert (wires.traffic[0].messages, wires.traffic[1].nbytes) == (20, 20_000)
 
 
 def test_what_is_under_way_to_and_from_a_lost_host_is_lost() -> None:

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings, strategies as st
 
 from pyhvd.job.machines.failure import REPORT_S
 from pyhvd.simulation import HostLost, Network, RankKilled, Tensor, training
-from pyhvd.simulation.cluster import add_launcher
-from pyhvd.simulation.faults import Fault
+from pyhvd.simulation.faults import Fault, Faults
+from pyhvd.simulation.launcher import Launcher
 from pyhvd.simulation.world import SimulatedWorld
 from tests.thinning import examples
 
@@ -49,7 +49,8 @@ def check(hosts: int, faults: Sequence[Fault], seed: int) -> None:
     """Check what every schedule must keep."""
     program = training(TENSORS, compute=0.3, steps=40, parts=3)
     world = SimulatedWorld(hosts, LOCAL, program, Network(jitter=50e-6), seed, cpu=20e-6)
-    launcher, happened = add_launcher(world, faults, seed)
+    launcher = Launcher(world)
+    happened = Faults(world, launcher, faults, seed)
     assert not world.run(60.0)
     waiting = [rank.rank for rank in world.ranks if not rank.error and not rank.done]
     assert not waiting, f"ranks {waiting} wait for ever"

@@ -12,7 +12,7 @@ from pyhvd.negotiation.messages import bits_of
 from pyhvd.observe.hang_report import MAX_CHARACTERS, warning_of
 from pyhvd.observe.stall_inspector import Stall
 from pyhvd.simulation.program import Action, Compute, Hang, Program, StepEnd, Submit, Tensor, Wait
-from pyhvd.simulation.stalls import Stalls, in_step
+from pyhvd.simulation.stalls import IN_STEP, Stalls
 from pyhvd.simulation.world import SimulatedWorld
 
 TENSORS = [Tensor(f"grad{i}") for i in range(3)]
@@ -47,7 +47,6 @@ def test_half_of_the_ranks_hangs(hosts: int, local_ranks: int) -> None:
     world.clock.run(50.0)
     assert world.steps[0].ended == size
     assert not stalls.reports
-    before = stalls.cpu
     world.clock.run(120.0)
     (report,) = stalls.reports
     # With ready tables, the time begins when rank 0's second look has the tensors submitted by message.
@@ -68,8 +67,7 @@ def test_half_of_the_ranks_hangs(hosts: int, local_ranks: int) -> None:
         " they are at train.py:71 in step"
     )
     assert text[-1] == f"ranks {half + 16}-{size - 1}: not asked, as they are too many for one report"
-    assert stalls.cpu > before
-    assert stalls.cpu >= stalls.longest > 0
+    assert stalls.longest > 0
 
 
 def test_the_job_ends_and_reports_come_again() -> None:
@@ -124,7 +122,7 @@ def test_the_text_for_ten_thousand_ranks(missing: Sequence[int]) -> None:
     )
     finding = Stall(stalled, stalled, 60.0, ends_job=False)
     asked = finding.missing[:16]
-    answers = {rank: in_step(rank) if rank != asked[3] else ProcessState.UNKNOWN for rank in asked}
+    answers = {rank: IN_STEP if rank != asked[3] else ProcessState.UNKNOWN for rank in asked}
     text = warning_of(finding, answers, places, 60.0)
     assert len(text) <= MAX_CHARACTERS
     assert text.count("it is at") == 0

@@ -99,14 +99,14 @@ def test_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytes
 def test_the_processor_by_its_name_or_else_its_architecture(
     cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathering, "_read", lambda _: cpuinfo)
+    monkeypatch.setattr(gathering, "read_or_empty", lambda _: cpuinfo)
     monkeypatch.setattr("platform.processor", lambda: "aarch64")
     assert gathering._processor() == name
 
 
 def test_stages_are_read_where_there_are_any(tmp_path: Path) -> None:
     (tmp_path / "stage.1").write_text("ring test")
-    assert read_stages(tmp_path, 3) == {1: "ring test"}
+    assert read_stages(tmp_path) == {1: "ring test"}
 
 
 def test_a_child_hears_nothing_of_the_job_around_it() -> None:
