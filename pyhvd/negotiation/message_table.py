@@ -29,7 +29,7 @@ A tensor is in one of these states; the label of an arrow is the function that m
 :meth:`MessageTable.withdraw` brings a tensor from every state but FAILED to IDLE: the ranks that have
 submitted it get an error, and the others hear nothing of it.
 
-Invariants between two events (:meth:`MessageTable.validate` checks them):
+Invariants between two events (the tests' ``check_invariants`` checks them):
 
 1. A tensor with a pending hit is not in the table, and no call of its group's name is.
 2. No slot is both delegated and a pending hit, and no delegated tensor is in the table.
@@ -723,38 +723,6 @@ class MessageTable:
         if last is not None and last.request is request and last.error is error and last.only[-1] < rank:
             only = (*self._responses.pop().only, rank)  # one response for the ranks of one message
         self._responses.append(Response(request, self.set_id, error=error, only=only))
-
-    # -- for tests -----------------------------------------------------------------------------------
-
-    def validate(self) -> None:
-        """Raise AssertionError if an invariant of the module's docstring does not hold."""
-        hits = self._hits.anyone()
-        delegated = self._delegation.delegated if self._delegation is not None else 0
-        for slot in iter_bits(hits | delegated):
-            assert self._is_untouched(self.cache[slot].first), f"1, 2, 3: {self.cache[slot].name}"
-        assert not hits & delegated, "2"
-        listed: dict[Group, set[str]] = {}
-        for name, entry in self._entries.items():
-            assert entry.ranks, f"4: {name} has no request"
-            assert sorted(rank for rank, _ in entry.by_rank()) == iter_bits(entry.ranks), f"4: {name}"
-            assert all(ranks and not ranks & ~entry.ranks for ranks, _ in entry.deferred), f"4: {name}"
-            assert all(entry.requests.values()), f"4: {name}"
-            for request in entry.requests:
-                if group := group_of(request):
-                    listed.setdefault(group, set()).add(name)
-            is_ready = any(name in names for names in self._group_ready.values())
-            assert is_ready == (not self.live & ~entry.ranks), f"6, 7: {name}"
-        assert self._groups == listed, "5"
-        for group, ready in self._group_ready.items():
-            assert 0 < len(ready) < group[1], f"6: {group}"
-            assert ready <= listed[group], f"6: {group}"
-        assert not self.live & ~self.members, "8"
-        assert self.live or self.set_id != GLOBAL_SET, "8"
-        assert not (self.joined and (hits or delegated)), "3"
-        for calls in self._failed.by_key.values():
-            for failed in calls.values():
-                assert failed.is_open(), "9"
-                assert all(failed.number in self._failed.by_key[key] for key in failed.found_by()), "9"
 
 
 def _discard(groups: dict[Group, set[str]], group: Group | None, name: str) -> None:
