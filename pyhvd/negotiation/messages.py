@@ -242,7 +242,13 @@ class TimelineOrder(msgspec.Struct, frozen=True, array_like=True):
     job: str = ""
 
 
-class RequestList(msgspec.Struct, frozen=True, array_like=True):
+class Versioned(msgspec.Struct, frozen=True, array_like=True):
+    """Base of what ranks send as a whole message: the sender's protocol version comes first."""
+
+    version: int
+
+
+class RequestList(Versioned):
     """Worker to coordinator: everything new on one rank.
 
     Attributes
@@ -259,7 +265,6 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
         Why this rank shuts down.
     """
 
-    version: int
     seen: int
     bits: dict[int, bytes] = {}
     requests: list[tuple[int, Request]] = []
@@ -289,13 +294,12 @@ class MergedPart(msgspec.Struct, frozen=True, array_like=True):
     message: RequestList
 
 
-class MergedList(msgspec.Struct, frozen=True, array_like=True):
+class MergedList(Versioned):
     """A leader to the rank above it: everything new on the ranks below.
 
     The parts of one rank are in the order in which the rank sent them.
     """
 
-    version: int
     parts: list[MergedPart]
 
     @classmethod
@@ -325,7 +329,7 @@ class Tuning(msgspec.Struct, frozen=True, array_like=True):
     staging_size: int
 
 
-class ResponseList(msgspec.Struct, frozen=True, array_like=True):
+class ResponseList(Versioned):
     """Coordinator to every rank: the next steps, in this order.
 
     1. ``tuning`` takes effect.
@@ -334,7 +338,6 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     4. ``timeline`` begins or ends a recording.
     """
 
-    version: int
     seq: int
     cached: dict[int, bytes] = {}
     responses: list[Response] = []
@@ -343,7 +346,7 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     timeline: TimelineOrder | None = None
 
 
-class RelayedList(msgspec.Struct, frozen=True, array_like=True):
+class RelayedList(Versioned):
     """A response list for a leader, and for some of the ranks below it.
 
     Attributes
@@ -354,19 +357,17 @@ class RelayedList(msgspec.Struct, frozen=True, array_like=True):
         The encoded :class:`ResponseList`.
     """
 
-    version: int
     ranks: PackedRanks
     payload: bytes
 
 
-class StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class StackRequest(Versioned, tag=1):
     """Rank 0 to a rank that others wait for: send the stacks of your threads, under this number."""
 
-    version: int
     number: int
 
 
-class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class StackReport(Versioned, tag=2):
     """The answer to a :class:`StackRequest`.
 
     Attributes
@@ -375,23 +376,21 @@ class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
         Whether a thread of the program is inside of pyhvd.
     """
 
-    version: int
     number: int
     threads: list[ThreadStack]
     waits: bool = False
 
 
-class StillWaiting(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class StillWaiting(Versioned, tag=3):
     """To rank 0: this rank has long waited for cached tensors; ``slots`` has bit vectors, by process set.
 
     With several hosts, rank 0 cannot see the ranks' marks on the other hosts.
     """
 
-    version: int
     slots: dict[int, bytes]
 
 
-class StillInRound(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class StillInRound(Versioned, tag=4):
     """To rank 0: this rank has long waited in the round of a backward pass; see :mod:`pyhvd.engine.rounds`.
 
     Attributes
@@ -402,7 +401,6 @@ class StillInRound(msgspec.Struct, frozen=True, array_like=True, tag=4):
         How the names of the round's tensors begin.
     """
 
-    version: int
     process_set: int
     prefix: str
 
@@ -413,14 +411,10 @@ OutOfBand = StackRequest | StackReport | StillWaiting | StillInRound
 # MessagePack never uses this byte, so the lists need no mark of their own.
 _OUT_OF_BAND = 0xC1
 
-M = TypeVar("M", OutOfBand, RequestList, MergedList, ResponseList, RelayedList)
+M = TypeVar("M", bound=Versioned)
 
 _encoder = msgspec.msgpack.Encoder()
 _out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)
-_request_decoder = msgspec.msgpack.Decoder(RequestList)
-_merged_decoder = msgspec.msgpack.Decoder(MergedList)
-_relayed_decoder = msgspec.msgpack.Decoder(RelayedList)
-_response_decoder = msgspec.msgpack.Decoder(ResponseList)
 
 
 def encode(message: RequestList | MergedList | ResponseList | RelayedList) -> bytes:
@@ -438,34 +432,10 @@ def is_out_of_band(data: bytes | bytearray) -> bool:
     return data[0] == _OUT_OF_BAND
 
 
-def decode_out_of_band(data: bytes | bytearray, source: int) -> OutOfBand:
-    """Read an out-of-band message; raise InternalError if it is none of this protocol version."""
-    return _decode(_out_of_band_decoder, memoryview(data)[1:], "message", source)
-
-
-def decode_requests(data: bytes | bytearray | memoryview, source: int) -> RequestList:
-    """Read a worker's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_request_decoder, data, "request list", source)
-
-
-def decode_merged(data: bytes | bytearray | memoryview, source: int) -> MergedList:
-    """Read a leader's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_merged_decoder, data, "merged request list", source)
-
-
-def decode_relayed(data: bytes | bytearray | memoryview, source: int) -> RelayedList:
-    """Read a list for a leader; raise InternalError if it is none of this protocol version."""
-    return _decode(_relayed_decoder, data, "relayed response list", source)
-
-
-def decode_responses(data: bytes | bytearray | memoryview, source: int) -> ResponseList:
-    """Read the coordinator's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_response_decoder, data, "response list", source)
-
-
 def _decode(
-    decoder: msgspec.msgpack.Decoder[M], data: bytes | bytearray | memoryview, kind: str, source: int
+    decoder: msgspec.msgpack.Decoder[M], kind: str, data: bytes | bytearray | memoryview, source: int
 ) -> M:
+    """Read a message of a rank; raise InternalError if it is none of this kind and protocol version."""
     try:
         message = decoder.decode(data)
     except msgspec.MsgspecError as exc:
@@ -476,6 +446,18 @@ def _decode(
             " install the same pyhvd on every rank"
         )
     return message
+
+
+# Called with the data and the rank that has sent them.
+decode_requests = functools.partial(_decode, msgspec.msgpack.Decoder(RequestList), "request list")
+decode_merged = functools.partial(_decode, msgspec.msgpack.Decoder(MergedList), "merged request list")
+decode_relayed = functools.partial(_decode, msgspec.msgpack.Decoder(RelayedList), "relayed response list")
+decode_responses = functools.partial(_decode, msgspec.msgpack.Decoder(ResponseList), "response list")
+
+
+def decode_out_of_band(data: bytes | bytearray, source: int) -> OutOfBand:
+    """Read an out-of-band message; raise InternalError if it is none of this protocol version."""
+    return _decode(_out_of_band_decoder, "message", memoryview(data)[1:], source)
 
 
 def bits_to_bytes(bits: int) -> bytes:
