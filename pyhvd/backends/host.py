@@ -26,7 +26,7 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.backends import adasum
 from pyhvd.backends.base import Phases, Pieces, Views
 from pyhvd.dtypes import ReduceSpec
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, PerRank
 from pyhvd.transport.link_layout import hosts_in_order
 
 FLAT = 64 * 1024
@@ -258,9 +258,7 @@ class HostBackend:
         self.fabric.alltoallv(sent.view(np.uint8), words, received.view(np.uint8), words)
         return [int(count) for count in received]
 
-    def alltoall(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoall(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send the r-th block of ``send`` to rank r; counts are bytes, and may differ."""
         self.fabric.exchange(send, send_counts, recv, recv_counts)
 

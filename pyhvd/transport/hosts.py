@@ -18,12 +18,12 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.common.text import describe_ranks
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
-from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, allgather_bytes
+from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, PerRank, Unavailable, allgather_bytes
 from pyhvd.transport.link_carrier import OpenCarrier, choose_carrier
 from pyhvd.transport.link_layout import hosts_in_order, parents_of
-from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
+from pyhvd.transport.links import LinkOptions, Links, open_links
 from pyhvd.transport.moves import Move, MoveLayout
-from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
+from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes
 
 CHUNK_MOST = 3 << 18
 """Bytes up to which a chunk grows with the number of hosts."""
@@ -75,7 +75,6 @@ class HostsFabric(ShmFabric):
         self.hosts = [list(each) for each in hosts]
         names = [name.decode() for name in allgather_bytes(inner, socket.gethostname().encode())]
         self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in hosts]
-        self._here = next(k for k, each in enumerate(self.hosts) if inner.rank in each)
         self.layout = MoveLayout(self.hosts, inner.rank)
         self._exchange = exchange
         self._links = links
@@ -93,9 +92,7 @@ class HostsFabric(ShmFabric):
         largest = nbytes * layout.slices**2
         self.run_moves(layout.alltoall(address(send), address(recv), table, self.window.chunk, largest))
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r."""
         counts = np.array([send_counts, recv_counts], np.int64)
         first, start = counts[:, : self.rank].sum(axis=1)
@@ -229,10 +226,10 @@ class HostsFabric(ShmFabric):
                 raise self._all.error_of(*told)
             if self._exchange.lost is not None:
                 host, number = self._exchange.lost
-                raise self.error_of(host, self._here, number, b"")
+                raise self.error_of(host, self.layout.here, number, b"")
         super().check(done=done)
 
-    def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
+    def _gather(self, send: int, recv: Bytes, counts: PerRank) -> None:
         into = address(recv) + sum(counts[: self.rank])
         if send != into:
             ctypes.memmove(into, send, counts[self.rank])
@@ -294,7 +291,7 @@ def open_hosts_fabric(
     largest_chunk: int,
     *,
     agreement: bool,
-) -> HostsFabric | NoLinks:
+) -> HostsFabric | Unavailable:
     """Return a fabric with windows and links for ranks of several hosts; collective, one outcome for all.
 
     Parameters
@@ -317,28 +314,28 @@ def open_hosts_fabric(
     by_host = hosts_in_order(hosts)
     chunk, largest = (chunk_across(each, len(by_host)) for each in (chunk_size, largest_chunk))
     if len(by_host) > shared_memory.MAX_HOSTS:
-        return NoLinks(f"a process set has links between at most {shared_memory.MAX_HOSTS} hosts")
+        return Unavailable(f"a process set has links between at most {shared_memory.MAX_HOSTS} hosts")
     here = next(each for each in by_host if fabric.rank in each)
     local = fabric.subset(here, 0)
     opened = open_window(local, area_bytes(largest, shared_memory.ACROSS_SLOTS))
     local.close()
-    cause = opened.cause if isinstance(opened, NoWindow) else ""
+    cause = opened.cause if isinstance(opened, Unavailable) else ""
     if causes := [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]:
-        return NoLinks(f"no shared memory on a host: {causes[0]}")
+        return Unavailable(f"no shared memory on a host: {causes[0]}")
     assert isinstance(opened, Segment)
     links = open_links(fabric, hosts, options, agreement=agreement)
-    if isinstance(links, NoLinks):
+    if isinstance(links, Unavailable):
         return links
-    slices = max(len(each) for each in by_host)
     rails = [
         [-1 if peer is None else peer.fileno() for peer in rail]
         for rail in links.rails
         if any(peer is not None for peer in rail)
     ]
+    place = links.layout
     exchange = shared_memory.Exchange(
-        links.host, links.hosts, links.local_rank, links.local_size, slices, rails, links.bells
+        place.host, place.hosts, place.local_rank, place.local_size, place.slices, rails, links.bells
     )
-    window = shared_memory.Window(links.local_rank, opened.areas, chunk, largest, exchange)
+    window = shared_memory.Window(place.local_rank, opened.areas, chunk, largest, exchange)
     made = HostsFabric(fabric, opened, window, exchange, links, by_host, ranks)
     made.choose_carrier(options, largest)
     return made

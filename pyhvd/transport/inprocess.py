@@ -24,8 +24,8 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
 from pyhvd.transport.control import Bell, Delivered, Message, Sending
-from pyhvd.transport.fabric import Aborted, Fabric
-from pyhvd.transport.shm import LINE, NoWindow, Segment, aligned
+from pyhvd.transport.fabric import Aborted, Fabric, PerRank, Unavailable
+from pyhvd.transport.shm import LINE, Segment, aligned
 from pyhvd.transport.tree import Tree
 from pyhvd.transport.world import Topology, World
 
@@ -111,7 +111,7 @@ class ThreadFabric:
             recv[r * len(block) : (r + 1) * len(block)] = block
         self._group.wait()
 
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
+    def allgatherv(self, buffer: Bytes, counts: PerRank) -> None:
         """Gather blocks in place: rank r's block has the same offset in every rank's buffer."""
         starts = list(itertools.accumulate(counts, initial=0))
         for r, other in enumerate(self._publish(buffer)):
@@ -119,9 +119,7 @@ class ThreadFabric:
                 buffer[starts[r] : starts[r + 1]] = other[starts[r] : starts[r + 1]]
         self._group.wait()
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r."""
         at = 0
         for r, (block, counts) in enumerate(self._publish((send, send_counts))):
@@ -176,14 +174,14 @@ class ThreadFabric:
         return list(self._group.published)
 
 
-def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
+def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | Unavailable:
     """Return memory, with one part per rank, that the ranks of a fabric share if they are on one host.
 
     Collective.
     """
     assert isinstance(fabric, ThreadFabric)
     if not fabric.is_on_one_host():
-        return NoWindow("they are on several nodes", expected=True)
+        return Unavailable("they are on several nodes", expected=True)
     return _share(fabric, nbytes)
 
 
