@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,7 +105,7 @@ class HostsFabric(ShmFabric):
             self.run_moves([layout.gather_locally(mine, into, counts.nbytes, chunk)])
         moves = layout.alltoall(address(send), address(recv), table, chunk)
         agreed = self._largest([move.chunks for move in moves])
-        self.run_moves(replace(move, chunks=n) for move, n in zip(moves, agreed, strict=True))
+        self.run_moves(move._replace(chunks=n) for move, n in zip(moves, agreed, strict=True))
 
     exchange = alltoallv
 
@@ -122,9 +121,8 @@ class HostsFabric(ShmFabric):
 
     def run_moves(self, moves: Iterable[Move]) -> None:
         """Move bytes; all ranks of the set call it with moves of one layout."""
-        for each in moves:
-            parts = (each.sources, each.targets, each.lanes, each.out, each.into)
-            self.check(done=self.window.move(*parts, each.single, each.room, each.chunks))
+        for move in moves:
+            self.check(done=self.window.move(*move))
 
     def choose_carrier(self, options: LinkOptions, largest_chunk: int) -> None:
         """Choose what carries the bytes of the rails; collective, before the first operation."""

@@ -31,7 +31,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from pyhvd.transport.link_layout import LinkRole
 from pyhvd.transport.tcp.connection import Address, Connection
@@ -146,12 +145,6 @@ class Handshakes:
                     self._advance(key.data)
         missing = dict.fromkeys(self._accepts - self.made.keys(), "no connection came")
         return missing | {role: dial.report() for role, dial in self._dials.items() if role not in self.made}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all sockets but those that were made."""

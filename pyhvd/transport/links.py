@@ -19,7 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import msgspec
@@ -180,7 +180,8 @@ class _Opening:
         until = time.monotonic() + self._options.timeout
         made: dict[LinkRole, socket.socket] = {}
         try:
-            with Handshakes(known[0].key, self._listeners, self._layout.accepts, dials) as handshakes:
+            handshakes = Handshakes(known[0].key, self._listeners, self._layout.accepts, dials)
+            with closing(handshakes):
                 made = handshakes.made
                 failures = self._lost(known, handshakes.run(until))
         except OSError as exc:

@@ -16,6 +16,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
@@ -287,6 +288,7 @@ def new_key() -> bytes:
     return os.urandom(32)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Secret:
     """A key, a new one by default, that neither repr, nor str, nor an error's text shows.
 
@@ -294,17 +296,8 @@ class Secret:
     line of each agent's stdin.
     """
 
-    __slots__ = ("_key",)
-
-    def __init__(self, key: bytes | None = None) -> None:
-        self._key = new_key() if key is None else key
+    _key: bytes = field(default_factory=new_key)
 
     def reveal(self) -> bytes:
         """Return the key."""
         return self._key
-
-    def __repr__(self) -> str:
-        return "<Secret>"
-
-    def __reduce__(self) -> tuple[type[Secret], tuple[bytes]]:
-        return Secret, (self._key,)
