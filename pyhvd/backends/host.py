@@ -77,6 +77,13 @@ def rows_of(extent: int, size: int) -> list[int]:
     return [base + (rank < more) for rank in range(size)]
 
 
+def shares_of(shapes: Sequence[tuple[int, ...]], size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return, by tensor, each rank's number of elements in a reducescatter, and where they begin."""
+    rows = [math.prod(shape[1:]) for shape in shapes]
+    parts = [[n * row for n in rows_of(shape[0], size)] for shape, row in zip(shapes, rows, strict=True)]
+    return parts, [list(itertools.accumulate(part, initial=0)) for part in parts]
+
+
 class HostBackend:
     """Runs agreed collectives on host arrays, for one process set.
 
@@ -147,9 +154,7 @@ class HostBackend:
     ) -> None:
         """Reduce; each rank gets its own rows of dimension 0."""
         item = spec.info.itemsize
-        row = [math.prod(shape[1:]) for shape in shapes]
-        parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
-        starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
+        parts, starts = shares_of(shapes, self.size)
         largest = [max(part) for part in parts]
         for window in windows(largest, max(self.pieces.staging_size // item // self.size, 1)):
             for_rank: list[Window] = [
@@ -203,7 +208,7 @@ class HostBackend:
 
     # -- the other collectives -----------------------------------------------------------------------
 
-    def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[Sequence[int]]) -> None:
+    def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[PerRank]) -> None:
         """Concatenate the ranks' blocks; rank r's block of tensor i has ``counts[i][r]`` bytes.
 
         Small tensors share a buffer.
@@ -221,11 +226,7 @@ class HostBackend:
             self.fabric.allgatherv(targets[i], counts[i])
 
     def _allgather_packed(
-        self,
-        sources: Views,
-        targets: Sequence[Bytes],
-        counts: Sequence[Sequence[int]],
-        small: Sequence[int],
+        self, sources: Views, targets: Sequence[Bytes], counts: Sequence[PerRank], small: Sequence[int]
     ) -> None:
         per_rank = [sum(counts[i][r] for i in small) for r in range(self.size)]
         box = self._buffer("box", sum(per_rank))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pyhvd.backends.gpu.nccl_bindings import Library, Terms, reduction
-from pyhvd.backends.host import rows_of
+from pyhvd.backends.host import shares_of
 from pyhvd.devices.base import DeviceBackend, DeviceContext, DeviceView, DeviceViews, Memory, Span
 from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
 from pyhvd.dtypes import Code, ReduceSpec
@@ -119,17 +118,14 @@ class NcclBackend:
             self._by_host().reducescatter(sources, targets, shapes, spec)
             return
         info = spec.info
-        rows = [math.prod(shape[1:]) for shape in shapes]
-        sizes = [rows_of(shape[0], self.size) for shape in shapes]
-        parts = [[n * row for n in each] for each, row in zip(sizes, rows, strict=True)]
+        parts, starts = shares_of(shapes, self.size)
         with self._guarded():
             if len(shapes) == 1:
                 self._scatter_one(sources[0], targets[0], parts[0], spec, terms)
                 return
             offsets, block = lay_out([max(part) for part in parts], info.itemsize)
             ptrs = _addresses(sources)
-            starts = [[0, *itertools.accumulate(part)][: self.size] for part in parts]
-            firsts = np.array(starts, np.int64).T * info.itemsize
+            firsts = np.array(starts, np.int64)[:, :-1].T * info.itemsize
             counts = np.array(parts, np.int64).T.reshape(-1)
             where = (offsets + block * np.arange(self.size)[:, None]).reshape(-1)
             froms = np.where(ptrs, ptrs + firsts, 0).reshape(-1)
