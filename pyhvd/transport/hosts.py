@@ -19,7 +19,7 @@ from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
 from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, PerRank, Unavailable, allgather_bytes
 from pyhvd.transport.link_carrier import OpenCarrier, choose_carrier
-from pyhvd.transport.link_layout import hosts_in_order, parents_of
+from pyhvd.transport.link_layout import Layout, parents_of
 from pyhvd.transport.links import LinkOptions, Links, open_links
 from pyhvd.transport.moves import Move, MoveLayout
 from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes
@@ -47,8 +47,6 @@ class HostsFabric(ShmFabric):
         That exchange.
     links : Links
         This rank's connections; owned.
-    hosts : sequence of sequence of int
-        The set ranks of each host.
     ranks : sequence of int
         The global ranks of the set.
 
@@ -68,12 +66,11 @@ class HostsFabric(ShmFabric):
         window: shared_memory.Window,
         exchange: shared_memory.Exchange,
         links: Links,
-        hosts: Sequence[Sequence[int]],
         ranks: Sequence[int],
     ) -> None:
-        self.hosts = [list(each) for each in hosts]
+        self.hosts = links.layout.members
         names = [name.decode() for name in allgather_bytes(inner, socket.gethostname().encode())]
-        self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in hosts]
+        self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in self.hosts]
         self.layout = MoveLayout(self.hosts, inner.rank)
         self._exchange = exchange
         self._links = links
@@ -309,19 +306,18 @@ def open_hosts_fabric(
     chunk_size, largest_chunk : int
         Bytes of a chunk of a set on one host, now and at most.
     """
-    by_host = hosts_in_order(hosts)
-    chunk, largest = (chunk_across(each, len(by_host)) for each in (chunk_size, largest_chunk))
-    if len(by_host) > shared_memory.MAX_HOSTS:
+    place = Layout(fabric.rank, hosts, agreement=agreement)
+    chunk, largest = (chunk_across(each, place.hosts) for each in (chunk_size, largest_chunk))
+    if place.hosts > shared_memory.MAX_HOSTS:
         return Unavailable(f"a process set has links between at most {shared_memory.MAX_HOSTS} hosts")
-    here = next(each for each in by_host if fabric.rank in each)
-    local = fabric.subset(here, 0)
+    local = fabric.subset(place.members[place.host], 0)
     opened = open_window(local, area_bytes(largest, shared_memory.ACROSS_SLOTS))
     local.close()
     cause = opened.cause if isinstance(opened, Unavailable) else ""
     if causes := [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]:
         return Unavailable(f"no shared memory on a host: {causes[0]}")
     assert isinstance(opened, Segment)
-    links = open_links(fabric, hosts, options, agreement=agreement)
+    links = open_links(fabric, place, options)
     if isinstance(links, Unavailable):
         return links
     rails = [
@@ -329,11 +325,10 @@ def open_hosts_fabric(
         for rail in links.rails
         if any(peer is not None for peer in rail)
     ]
-    place = links.layout
     exchange = shared_memory.Exchange(
         place.host, place.hosts, place.local_rank, place.local_size, place.slices, rails, links.bells
     )
     window = shared_memory.Window(place.local_rank, opened.areas, chunk, largest, exchange)
-    made = HostsFabric(fabric, opened, window, exchange, links, by_host, ranks)
+    made = HostsFabric(fabric, opened, window, exchange, links, ranks)
     made.choose_carrier(options, largest)
     return made

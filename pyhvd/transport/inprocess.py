@@ -103,13 +103,13 @@ class ThreadFabric:
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.size = group.size
-        self._group = group
+        self.group = group
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:
         """Gather every rank's block; all blocks have one length."""
         for r, block in enumerate(self._publish(send)):
             recv[r * len(block) : (r + 1) * len(block)] = block
-        self._group.wait()
+        self.group.wait()
 
     def allgatherv(self, buffer: Bytes, counts: PerRank) -> None:
         """Gather blocks in place: rank r's block has the same offset in every rank's buffer."""
@@ -117,7 +117,7 @@ class ThreadFabric:
         for r, other in enumerate(self._publish(buffer)):
             if r != self.rank:
                 buffer[starts[r] : starts[r + 1]] = other[starts[r] : starts[r + 1]]
-        self._group.wait()
+        self.group.wait()
 
     def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r."""
@@ -126,52 +126,48 @@ class ThreadFabric:
             first = sum(counts[: self.rank])
             recv[at : at + recv_counts[r]] = block[first : first + counts[self.rank]]
             at += recv_counts[r]
-        self._group.wait()
+        self.group.wait()
 
     exchange = alltoallv
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks with a partner; all ranks call it, in pairs."""
         recv[:] = self._publish(send)[partner]
-        self._group.wait()
+        self.group.wait()
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
         published = self._publish(buffer)
         if self.rank != root:
             buffer[:] = published[root]
-        self._group.wait()
+        self.group.wait()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._group.wait()
-
-    def is_on_one_host(self) -> bool:
-        """Return whether all ranks are on one host."""
-        return len(set(self._group.hosts)) == 1
+        self.group.wait()
 
     def exchange_objects(self, mine: Any) -> list[Any]:
         """Return every rank's object, in rank order."""
         published = self._publish(mine)
-        self._group.wait()
+        self.group.wait()
         return published
 
     def subset(self, ranks: Sequence[int], tag: int) -> ThreadFabric:
         """Return the fabric of some of the ranks."""
-        group = self._group.subset(tuple(ranks), tag, self.rank)
+        group = self.group.subset(tuple(ranks), tag, self.rank)
         return ThreadFabric(group, list(ranks).index(self.rank))
 
     def abort(self, note: bytes) -> None:
         """Make the other ranks' waits fail with this rank's note."""
-        self._group.abort(note, self.rank)
+        self.group.abort(note, self.rank)
 
     def close(self) -> None:
         """Do nothing: the group ends with its threads."""
 
     def _publish(self, mine: Any) -> list[Any]:
-        self._group.published[self.rank] = mine
-        self._group.wait()
-        return list(self._group.published)
+        self.group.published[self.rank] = mine
+        self.group.wait()
+        return list(self.group.published)
 
 
 def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | Unavailable:
@@ -180,7 +176,7 @@ def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | Unavailable:
     Collective.
     """
     assert isinstance(fabric, ThreadFabric)
-    if not fabric.is_on_one_host():
+    if len(set(fabric.group.hosts)) > 1:
         return Unavailable("they are on several nodes", expected=True)
     return _share(fabric, nbytes)
 

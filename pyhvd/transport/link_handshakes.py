@@ -43,7 +43,6 @@ _STRANGERS = 64
 # Names that only Linux has; the kernel probes an idle connection after 1 s, and gives it up 4 s later.
 # Not TCP_USER_TIMEOUT: it also ends a connection whose receiver is alive, but late to read.
 _TUNING = (
-    (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),

@@ -116,28 +116,23 @@ _card = msgspec.msgpack.Decoder(_Card)
 _failure = msgspec.msgpack.Decoder(tuple[int, str])
 
 
-def open_links(
-    fabric: Fabric, nodes: Sequence[int], options: LinkOptions, *, agreement: bool
-) -> Links | Unavailable:
+def open_links(fabric: Fabric, layout: Layout, options: LinkOptions) -> Links | Unavailable:
     """Connect the ranks of a fabric across hosts; collective.
 
     Parameters
     ----------
     fabric : Fabric
         The ranks, which MPI or threads connect already.
-    nodes : sequence of int
-        The host of each rank, as any number.
+    layout : Layout
+        This rank's place among the hosts.
     options : LinkOptions
         The same on all ranks.
-    agreement : bool
-        Whether to make agreement connections.
 
     Returns
     -------
     Links or Unavailable
         The same kind on all ranks.
     """
-    layout = Layout(fabric.rank, nodes, agreement=agreement)
     if layout.hosts == 1:
         return Unavailable("all ranks are on one host", expected=True)
     if not hasattr(os, "eventfd"):

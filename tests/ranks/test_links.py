@@ -21,7 +21,7 @@ from pyhvd.transport.fabric import Unavailable
 from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
 from pyhvd.transport.link_addresses import HostAddress, host_addresses
 from pyhvd.transport.link_handshakes import Handshakes
-from pyhvd.transport.link_layout import LinkRole, parents_of
+from pyhvd.transport.link_layout import Layout, LinkRole, parents_of
 from pyhvd.transport.links import LinkOptions, Links, open_links
 from pyhvd.transport.tcp.connection import Address, listen, new_key
 from tests.unit.transport.test_link_layout import LAYOUTS
@@ -48,7 +48,7 @@ def open_on(
 
     def play(rank: int) -> Links | Unavailable:
         threading.current_thread().name = f"rank-{rank}"
-        return open_links(ThreadFabric(group, rank), nodes, options, agreement=agreement)
+        return open_links(ThreadFabric(group, rank), Layout(rank, nodes, agreement=agreement), options)
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(play, range(len(nodes)), timeout=2 * LONG))
