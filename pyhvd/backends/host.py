@@ -33,6 +33,7 @@ FLAT = 64 * 1024
 """Up to this number of bytes, over all ranks, an allreduce is one step: gather, and reduce on all ranks."""
 
 Window = list[tuple[int, int, int]]
+Shapes = Sequence[tuple[int, ...]]
 Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -77,7 +78,7 @@ def rows_of(extent: int, size: int) -> list[int]:
     return [base + (rank < more) for rank in range(size)]
 
 
-def shares_of(shapes: Sequence[tuple[int, ...]], size: int) -> tuple[list[list[int]], list[list[int]]]:
+def shares_of(shapes: Shapes, size: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return, by tensor, each rank's number of elements in a reducescatter, and where they begin."""
     rows = [math.prod(shape[1:]) for shape in shapes]
     parts = [[n * row for n in rows_of(shape[0], size)] for shape, row in zip(shapes, rows, strict=True)]
@@ -149,9 +150,7 @@ class HostBackend:
                 [sources[i] for i in batch], [targets[i] for i in batch]
             )
 
-    def reducescatter(
-        self, sources: Views, targets: Views, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
-    ) -> None:
+    def reducescatter(self, sources: Views, targets: Views, shapes: Shapes, spec: ReduceSpec) -> None:
         """Reduce; each rank gets its own rows of dimension 0."""
         item = spec.info.itemsize
         parts, starts = shares_of(shapes, self.size)

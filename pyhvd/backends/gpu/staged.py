@@ -18,6 +18,7 @@ from pyhvd.devices.base import DeviceContext, DeviceView, DeviceViews, Memory, S
 from pyhvd.devices.pack_plan import Words, lay_out
 from pyhvd.devices.staging_pipeline import Pipeline, StagedCopy, TransferPiece
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp, ReduceSpec
+from pyhvd.transport.fabric import PerRank
 
 _BYTE = BY_CODE[Code.UINT8]
 
@@ -120,9 +121,7 @@ class StagedBackend:
 
     # -- the other collectives -----------------------------------------------------------------------
 
-    def allgather(
-        self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[Sequence[int]]
-    ) -> None:
+    def allgather(self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[PerRank]) -> None:
         """Concatenate the ranks' blocks."""
         starts = [list(itertools.accumulate(each, initial=0)) for each in counts]
 
@@ -166,9 +165,7 @@ class StagedBackend:
         spans = self._walk(buffer.nbytes, 1, self._host.pieces.staging_size)
         self._pipeline.run(step(first, nbytes) for first, nbytes in spans)
 
-    def alltoall(
-        self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoall(self, send: Span, send_counts: PerRank, recv: Span, recv_counts: PerRank) -> None:
         """Send the r-th block to rank r; the longest block of all ranks sets the number of pieces."""
         share = self._share(1)
         longest = np.empty(self.size, np.int64)
