@@ -205,22 +205,18 @@ class StagedBackend:
         return self._buffer.ptr
 
     def _gather(self, buffer: int, offsets: Words, sources: Sequence[DeviceView], info: DtypeInfo) -> None:
-        code, stream = info.code, self.stream
         if self._packer is not None:
-            ptrs, counts = _table(sources)
-            self._packer.pack(buffer, offsets, ptrs, counts, code, ReduceOp.SUM, 1.0, stream)
+            self._packer.pack(buffer, offsets, *_table(sources), info.code, ReduceOp.SUM, 1.0, self.stream)
             return
         for first, view in zip(offsets.tolist(), sources, strict=True):
-            self._device.copy(buffer + first * info.itemsize, view.ptr, view.nbytes, stream)
+            self._device.copy(buffer + first * info.itemsize, view.ptr, view.nbytes, self.stream)
 
     def _scatter(self, buffer: int, offsets: Words, targets: Sequence[DeviceView], info: DtypeInfo) -> None:
-        code, stream = info.code, self.stream
         if self._packer is not None:
-            ptrs, counts = _table(targets)
-            self._packer.unpack(buffer, offsets, ptrs, counts, code, 1.0, stream)
+            self._packer.unpack(buffer, offsets, *_table(targets), info.code, 1.0, self.stream)
             return
         for first, view in zip(offsets.tolist(), targets, strict=True):
-            self._device.copy(view.ptr, buffer + first * info.itemsize, view.nbytes, stream)
+            self._device.copy(view.ptr, buffer + first * info.itemsize, view.nbytes, self.stream)
 
 
 def _present(views: DeviceViews) -> list[DeviceView]:
