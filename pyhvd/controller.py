@@ -52,7 +52,6 @@ from pyhvd.negotiation.messages import (
     decode_requests,
     decode_responses,
     encode,
-    encode_out_of_band,
     is_out_of_band,
     iter_bits,
     pack_ranks,
@@ -538,7 +537,7 @@ class Node:
         if self.coordinator is not None:
             self._take_out_of_band(self.tree.rank, message, now)
         else:
-            self.send(0, encode_out_of_band(message))
+            self.send(0, encode(message))
 
     def _receive(self, source: int, message: MergedList, now: float) -> None:
         """Take a message from below, or this rank's own: merge it, or give it to the coordinator."""

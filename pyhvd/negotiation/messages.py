@@ -361,13 +361,13 @@ class RelayedList(Versioned):
     payload: bytes
 
 
-class StackRequest(Versioned, tag=1):
+class StackRequest(Versioned, array_like=False, tag=1):
     """Rank 0 to a rank that others wait for: send the stacks of your threads, under this number."""
 
     number: int
 
 
-class StackReport(Versioned, tag=2):
+class StackReport(Versioned, array_like=False, tag=2):
     """The answer to a :class:`StackRequest`.
 
     Attributes
@@ -381,7 +381,7 @@ class StackReport(Versioned, tag=2):
     waits: bool = False
 
 
-class StillWaiting(Versioned, tag=3):
+class StillWaiting(Versioned, array_like=False, tag=3):
     """To rank 0: this rank has long waited for cached tensors; ``slots`` has bit vectors, by process set.
 
     With several hosts, rank 0 cannot see the ranks' marks on the other hosts.
@@ -390,7 +390,7 @@ class StillWaiting(Versioned, tag=3):
     slots: dict[int, bytes]
 
 
-class StillInRound(Versioned, tag=4):
+class StillInRound(Versioned, array_like=False, tag=4):
     """To rank 0: this rank has long waited in the round of a backward pass; see :mod:`pyhvd.engine.rounds`.
 
     Attributes
@@ -406,30 +406,24 @@ class StillInRound(Versioned, tag=4):
 
 
 OutOfBand = StackRequest | StackReport | StillWaiting | StillInRound
-"""Messages that pass beside the lists, and have no place in their order."""
+"""Messages that pass beside the lists, and have no place in their order: maps, while the lists are arrays."""
 
-# MessagePack never uses this byte, so the lists need no mark of their own.
-_OUT_OF_BAND = 0xC1
+_ARRAY = 0x90
+"""The least first byte of an array in MessagePack; that of a map with few keys is less."""
 
 M = TypeVar("M", bound=Versioned)
 
 _encoder = msgspec.msgpack.Encoder()
-_out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)
 
 
-def encode(message: RequestList | MergedList | ResponseList | RelayedList) -> bytes:
-    """Return the wire form of a list of requests or responses."""
+def encode(message: Versioned) -> bytes:
+    """Return the wire form of a message."""
     return _encoder.encode(message)
-
-
-def encode_out_of_band(message: OutOfBand) -> bytes:
-    """Return the wire form of an out-of-band message."""
-    return bytes((_OUT_OF_BAND,)) + _encoder.encode(message)
 
 
 def is_out_of_band(data: bytes | bytearray) -> bool:
     """Return whether a message, which must not be empty, is an out-of-band one."""
-    return data[0] == _OUT_OF_BAND
+    return data[0] < _ARRAY
 
 
 def _decode(
@@ -448,16 +442,13 @@ def _decode(
     return message
 
 
+_out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)
 # Called with the data and the rank that has sent them.
+decode_out_of_band = functools.partial(_decode, _out_of_band_decoder, "message")
 decode_requests = functools.partial(_decode, msgspec.msgpack.Decoder(RequestList), "request list")
 decode_merged = functools.partial(_decode, msgspec.msgpack.Decoder(MergedList), "merged request list")
 decode_relayed = functools.partial(_decode, msgspec.msgpack.Decoder(RelayedList), "relayed response list")
 decode_responses = functools.partial(_decode, msgspec.msgpack.Decoder(ResponseList), "response list")
-
-
-def decode_out_of_band(data: bytes | bytearray, source: int) -> OutOfBand:
-    """Read an out-of-band message; raise InternalError if it is none of this protocol version."""
-    return _decode(_out_of_band_decoder, "message", memoryview(data)[1:], source)
 
 
 def bits_to_bytes(bits: int) -> bytes:
