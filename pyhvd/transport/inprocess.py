@@ -41,6 +41,11 @@ class ThreadGroup:
         Longest wait for another thread, in seconds.
     hosts : sequence of int, optional
         Each thread's host; by default all are on one.
+
+    Attributes
+    ----------
+    boxes, rung : list
+        By thread, the messages for it, and its bell.
     """
 
     def __init__(self, size: int, timeout: float, hosts: Sequence[int] | None = None) -> None:
@@ -48,6 +53,8 @@ class ThreadGroup:
         self.timeout = timeout
         self.hosts = [0] * size if hosts is None else hosts
         self.published: list[Any] = [None] * size
+        self.boxes: list[deque[Message]] = [deque() for _ in range(size)]
+        self.rung = [threading.Event() for _ in range(size)]
         self._barrier = threading.Barrier(size)
         self._lock = threading.Lock()
         self._note: bytes | None = None
@@ -282,32 +289,21 @@ class ThreadWorlds:
     """
 
     def __init__(self, size: int, timeout: float, hosts: Sequence[int] | None = None) -> None:
-        self._hosts = [0] * size if hosts is None else list(hosts)
-        if len(self._hosts) != size:
-            raise ValueError(f"hosts has {len(self._hosts)} numbers, but needs one for each of {size} ranks")
+        if hosts is not None and len(hosts) != size:
+            raise ValueError(f"hosts has {len(hosts)} numbers, but needs one for each of {size} ranks")
         self.size = size
         self.timeout = timeout
-        self._lock = threading.Lock()
-        # What the ranks of each world share: their group, messages and bells.
-        self._worlds: list[tuple[ThreadGroup, list[deque[Message]], list[threading.Event]]] = []
-        self._calls = [0] * size
+        self._group = ThreadGroup(size, timeout, hosts)  # its subsets of all ranks are the worlds
 
     def world(self, rank: int) -> World:
         """Return one rank's part of its next world; the n-th calls of all ranks share one world."""
-        ranks = range(self.size)
-        with self._lock:
-            number = self._calls[rank]
-            self._calls[rank] += 1
-            if number == len(self._worlds):
-                group = ThreadGroup(self.size, self.timeout, self._hosts)
-                self._worlds.append((group, [deque() for _ in ranks], [threading.Event() for _ in ranks]))
-            group, boxes, rung = self._worlds[number]
-        topology = Topology.of(rank, self._hosts)
+        group = self._group.subset(tuple(range(self.size)), 0, rank)
+        topology = Topology.of(rank, group.hosts)
         tree = Tree.of(rank, topology.hosts)
         return World(
             topology=topology,
             fabric=ThreadFabric(group, rank),
-            connect=lambda bell: InProcessTransport(tree, boxes, bell or ThreadBell(rank, rung)),
+            connect=lambda bell: InProcessTransport(tree, group.boxes, bell or ThreadBell(rank, group.rung)),
             members=_no_communicators,
             abort=group.abort,
             threads=True,
@@ -317,10 +313,7 @@ class ThreadWorlds:
 
     def abort(self) -> None:
         """Make every rank's wait for another rank fail, in all worlds."""
-        with self._lock:
-            worlds = list(self._worlds)
-        for group, _, _ in worlds:
-            group.abort()
+        self._group.abort()
 
 
 def _no_communicators(comm: object) -> tuple[int, ...]:
