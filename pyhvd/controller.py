@@ -236,9 +236,8 @@ class Coordinator:
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
         self._removed.clear()
-        for set_id in sorted(self._sets):
-            table = self._sets.get(set_id)
-            if table is None:
+        for set_id, table in sorted(self._sets.items()):
+            if set_id not in self._sets:  # an earlier response has removed it
                 continue
             # Only members count: other ranks never send bits of this set, and may stay silent for ever.
             table.cache.forget(self._seen.by_all(table.members))
@@ -613,12 +612,11 @@ class Node:
     def _pass_on(self, payload: bytes, audience: int) -> None:
         self._under_way = [sending for sending in self._under_way if not sending.gone()]
         for child, below in self.tree.children.items():
-            ranks = below & audience
-            if ranks and child in self.tree.leaders:
-                relayed = RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), payload)
-                self._under_way.append(self.send(child, encode(relayed)))
-            elif ranks:
-                self._under_way.append(self.send(child, payload))
+            if ranks := below & audience:
+                told = payload
+                if child in self.tree.leaders:
+                    told = encode(RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), payload))
+                self._under_way.append(self.send(child, told))
 
     def _append(self, responses: ResponseList, now: float) -> None:
         self._lists.append((responses, list(self._under_way), now + LAST_LIST_SECONDS))

@@ -133,11 +133,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 @functools.lru_cache(maxsize=256)
 def _reduce_spec(dtype: int, op: int, prescale: float, postscale: float, size: int) -> ReduceSpec:
-    if op != ReduceOp.AVERAGE:
-        return ReduceSpec(BY_CODE[dtype], ReduceOp(op), prescale, postscale)
-    return ReduceSpec(
-        BY_CODE[dtype], ReduceOp.SUM, prescale, _quotient(postscale, size, exact=dtype in INTEGERS)
-    )
+    if op == ReduceOp.AVERAGE:
+        op, postscale = ReduceOp.SUM, _quotient(postscale, size, exact=dtype in INTEGERS)
+    return ReduceSpec(BY_CODE[dtype], ReduceOp(op), prescale, postscale)
 
 
 def _quotient(postscale: float, size: int, *, exact: bool) -> float:
