@@ -131,6 +131,12 @@ def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:
 
 
 def allgather_decoded(fabric: Fabric, mine: object, decoder: msgspec.msgpack.Decoder[T], what: str) -> list[T]:
-    """Return what every rank gives, through MessagePack, in rank order; collective."""
+    """Return what every rank gives, through MessagePack, in rank order; collective.
+
+    Raises
+    ------
+    InternalError
+        What a rank has given cannot be read; the text names the rank, and ``what`` it is.
+    """
     gathered = allgather_bytes(fabric, msgspec.msgpack.encode(mine))
     return [decode_from(rank, data, decoder.decode, what) for rank, data in enumerate(gathered)]

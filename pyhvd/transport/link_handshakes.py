@@ -90,7 +90,7 @@ def _shown(address: Address) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # which would show the key
 class Handshakes:
     """The connections that one rank opens and accepts.
 
