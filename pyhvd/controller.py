@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pyhvd.errors import InternalError
@@ -52,7 +52,6 @@ from pyhvd.negotiation.messages import (
     decode_requests,
     decode_responses,
     encode,
-    encode_out_of_band,
     is_out_of_band,
     iter_bits,
     pack_ranks,
@@ -237,9 +236,8 @@ class Coordinator:
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
         self._removed.clear()
-        for set_id in sorted(self._sets):
-            table = self._sets.get(set_id)
-            if table is None:
+        for set_id, table in sorted(self._sets.items()):
+            if set_id not in self._sets:  # an earlier response has removed it
                 continue
             # Only members count: other ranks never send bits of this set, and may stay silent for ever.
             table.cache.forget(self._seen.by_all(table.members))
@@ -450,6 +448,7 @@ class RequestHooks(Protocol):
         """Notifies the instruments that requests of a rank arrived."""
 
 
+@dataclass(eq=False)
 class Node:
     """One rank in the tree of messages: send requests up, pass response lists down, keep the lists' order.
 
@@ -486,27 +485,20 @@ class Node:
         The coordinator's next list, for which the ready log had no room.
     """
 
-    def __init__(
-        self,
-        tree: Tree,
-        worker: Worker,
-        coordinator: Coordinator | None,
-        send: Callable[[int, bytes], Sending],
-        announce: Callable[[int, int], bool],
-        take_aside: Callable[[int, StackRequest | StackReport | StillInRound, float], object],
-        hooks: RequestHooks | None = None,
-    ) -> None:
-        self.tree = tree
-        self.worker = worker
-        self.coordinator = coordinator
-        self.leader = Leader(tree.branch, worker.sets) if tree.merges else None
-        self.held: ResponseList | None = None
-        self._send = send
-        self._announce = announce
-        self._take_aside = take_aside
-        self._hooks = hooks
-        self._lists: deque[tuple[ResponseList, list[Sending], float]] = deque()
-        self._under_way: list[Sending] = []  # known sends, including those of lists for other ranks only
+    tree: Tree
+    worker: Worker
+    coordinator: Coordinator | None
+    send: Callable[[int, bytes], Sending]
+    announce: Callable[[int, int], bool]
+    take_aside: Callable[[int, StackRequest | StackReport | StillInRound, float], object]
+    hooks: RequestHooks | None = None
+    held: ResponseList | None = None
+    _lists: deque[tuple[ResponseList, list[Sending], float]] = field(default_factory=deque)
+    # Known sends, including those of lists for other ranks only.
+    _under_way: list[Sending] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.leader = Leader(self.tree.branch, self.worker.sets) if self.tree.merges else None
 
     def take(self, source: int, payload: bytes | bytearray, now: float) -> None:
         """Take a message of another rank."""
@@ -524,7 +516,7 @@ class Node:
     def submit(self, message: RequestList, now: float) -> None:
         """Send this rank's own message towards the coordinator."""
         if self.leader is None and self.coordinator is None:
-            self._send(self.tree.parent, encode(message))
+            self.send(self.tree.parent, encode(message))
         else:
             self._receive(self.tree.rank, MergedList.of(self.tree.rank, message), now)
 
@@ -536,7 +528,7 @@ class Node:
         """Send what the leader has merged, if that is due; return whether it was."""
         if self.leader is None or self.leader.due is None or now < self.leader.due:
             return False
-        self._send(self.tree.parent, encode(self.leader.flush()))
+        self.send(self.tree.parent, encode(self.leader.flush()))
         return True
 
     def tell_rank_0(self, message: OutOfBand, now: float) -> None:
@@ -544,23 +536,23 @@ class Node:
         if self.coordinator is not None:
             self._take_out_of_band(self.tree.rank, message, now)
         else:
-            self._send(0, encode_out_of_band(message))
+            self.send(0, encode(message))
 
     def _receive(self, source: int, message: MergedList, now: float) -> None:
         """Take a message from below, or this rank's own: merge it, or give it to the coordinator."""
         if self.leader is not None:
             self.leader.take(source, message.parts, now)
         elif self.coordinator is not None:
-            if self._hooks is not None and self._hooks.active:
+            if self.hooks is not None and self.hooks.active:
                 for part in message.parts:
                     requests = self.coordinator.requests_of(part.message)
                     for rank in iter_bits(unpack_ranks(part.ranks)):
-                        self._hooks.requested(rank, requests)
+                        self.hooks.requested(rank, requests)
             self.coordinator.receive(message, now)
 
     def _take_out_of_band(self, source: int, message: OutOfBand, now: float) -> None:
         if not isinstance(message, StillWaiting):
-            self._take_aside(source, message, now)
+            self.take_aside(source, message, now)
         elif self.coordinator is not None:
             self.coordinator.recall(message)
 
@@ -574,7 +566,7 @@ class Node:
         if responses is None:
             return False
         audience = self.coordinator.audience(responses)
-        if not self._announce(responses.seq, audience):
+        if not self.announce(responses.seq, audience):
             return False
         self.held = None
         self._pass_on(encode(responses), audience)
@@ -620,12 +612,11 @@ class Node:
     def _pass_on(self, payload: bytes, audience: int) -> None:
         self._under_way = [sending for sending in self._under_way if not sending.gone()]
         for child, below in self.tree.children.items():
-            ranks = below & audience
-            if ranks and child in self.tree.leaders:
-                relayed = RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), payload)
-                self._under_way.append(self._send(child, encode(relayed)))
-            elif ranks:
-                self._under_way.append(self._send(child, payload))
+            if ranks := below & audience:
+                told = payload
+                if child in self.tree.leaders:
+                    told = encode(RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), payload))
+                self._under_way.append(self.send(child, told))
 
     def _append(self, responses: ResponseList, now: float) -> None:
         self._lists.append((responses, list(self._under_way), now + LAST_LIST_SECONDS))

@@ -25,14 +25,13 @@ class Pieces:
     staging_size: int
 
 
-PhaseHook = Callable[[str], AbstractContextManager[object]]
-"""``with phase("MPI_ALLREDUCE"):`` records a phase of a collective."""
-
-
 class Phases:
-    """Who records the phases of collectives: here, nobody."""
+    """Who records the phases of collectives: here, nobody.
 
-    phase: PhaseHook = nullcontext
+    ``with phases.phase("MPI_ALLREDUCE"):`` records one.
+    """
+
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext
 
 
 Views = Sequence[TensorView | None]

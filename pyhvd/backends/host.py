@@ -26,13 +26,14 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.backends import adasum
 from pyhvd.backends.base import Phases, Pieces, Views
 from pyhvd.dtypes import ReduceSpec
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, PerRank
 from pyhvd.transport.link_layout import hosts_in_order
 
 FLAT = 64 * 1024
 """Up to this number of bytes, over all ranks, an allreduce is one step: gather, and reduce on all ranks."""
 
 Window = list[tuple[int, int, int]]
+Shapes = Sequence[tuple[int, ...]]
 Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -75,6 +76,13 @@ def rows_of(extent: int, size: int) -> list[int]:
     """Return each rank's number of rows of dimension 0; the first ``extent % size`` ranks get one more."""
     base, more = divmod(extent, size)
     return [base + (rank < more) for rank in range(size)]
+
+
+def shares_of(shapes: Shapes, size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return, by tensor, each rank's number of elements in a reducescatter, and where they begin."""
+    rows = [math.prod(shape[1:]) for shape in shapes]
+    parts = [[n * row for n in rows_of(shape[0], size)] for shape, row in zip(shapes, rows, strict=True)]
+    return parts, [list(itertools.accumulate(part, initial=0)) for part in parts]
 
 
 class HostBackend:
@@ -142,14 +150,10 @@ class HostBackend:
                 [sources[i] for i in batch], [targets[i] for i in batch]
             )
 
-    def reducescatter(
-        self, sources: Views, targets: Views, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
-    ) -> None:
+    def reducescatter(self, sources: Views, targets: Views, shapes: Shapes, spec: ReduceSpec) -> None:
         """Reduce; each rank gets its own rows of dimension 0."""
         item = spec.info.itemsize
-        row = [math.prod(shape[1:]) for shape in shapes]
-        parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
-        starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
+        parts, starts = shares_of(shapes, self.size)
         largest = [max(part) for part in parts]
         for window in windows(largest, max(self.pieces.staging_size // item // self.size, 1)):
             for_rank: list[Window] = [
@@ -203,7 +207,7 @@ class HostBackend:
 
     # -- the other collectives -----------------------------------------------------------------------
 
-    def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[Sequence[int]]) -> None:
+    def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[PerRank]) -> None:
         """Concatenate the ranks' blocks; rank r's block of tensor i has ``counts[i][r]`` bytes.
 
         Small tensors share a buffer.
@@ -221,11 +225,7 @@ class HostBackend:
             self.fabric.allgatherv(targets[i], counts[i])
 
     def _allgather_packed(
-        self,
-        sources: Views,
-        targets: Sequence[Bytes],
-        counts: Sequence[Sequence[int]],
-        small: Sequence[int],
+        self, sources: Views, targets: Sequence[Bytes], counts: Sequence[PerRank], small: Sequence[int]
     ) -> None:
         per_rank = [sum(counts[i][r] for i in small) for r in range(self.size)]
         box = self._buffer("box", sum(per_rank))
@@ -258,9 +258,7 @@ class HostBackend:
         self.fabric.alltoallv(sent.view(np.uint8), words, received.view(np.uint8), words)
         return [int(count) for count in received]
 
-    def alltoall(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoall(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send the r-th block of ``send`` to rank r; counts are bytes, and may differ."""
         self.fabric.exchange(send, send_counts, recv, recv_counts)
 

@@ -20,11 +20,11 @@ from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.two_level import make_two_levels
 from pyhvd.dtypes import ReduceSpec
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, PerRank, Unavailable
 from pyhvd.transport.hosts import HostsFabric, chunk_across, open_hosts_fabric
-from pyhvd.transport.links import LinkOptions, NoLinks
+from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.moves import Ints, before
-from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes, open_fabric
+from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes, open_fabric
 
 _log = logging.getLogger("pyhvd")
 
@@ -146,7 +146,7 @@ def make_backend(
         No chunk will have more bytes.
     """
     several = len(set(hosts)) > 1
-    opened: HostsFabric | NoLinks | Segment | NoWindow | None = None
+    opened: HostsFabric | Segment | Unavailable | None = None
     if open_window is not None and several and links is not None:
         chunk = pieces.chunk_size
         opened = open_hosts_fabric(

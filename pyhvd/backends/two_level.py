@@ -22,9 +22,9 @@ from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend, rows_of
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.native.shared_memory import MAX_LOCAL
-from pyhvd.transport.fabric import Fabric, allgather_bytes
+from pyhvd.transport.fabric import Fabric, Unavailable, allgather_bytes
 from pyhvd.transport.link_layout import hosts_in_order
-from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes, open_fabric
+from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes, open_fabric
 
 PIECE_MOST = 16 << 20
 """Bytes up to which a piece grows with the ranks of a host: each rank has three buffers of that size."""
@@ -109,7 +109,7 @@ def make_two_levels(
     here = next(each for each in by_host if fabric.rank in each)
     local = fabric.subset(here, _LOCAL)
     opened = open_window(local, area_bytes(largest_chunk))
-    cause = opened.cause if isinstance(opened, NoWindow) and not opened.expected else ""
+    cause = opened.cause if isinstance(opened, Unavailable) and not opened.expected else ""
     causes = [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]
     if causes and fabric.rank == 0:
         _log.warning("no shared memory on a host, so its ranks reduce by MPI among themselves: %s", causes[0])

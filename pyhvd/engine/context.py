@@ -51,8 +51,8 @@ from pyhvd.observe.host_meter import HostMeter
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
-from pyhvd.transport.arena import Arena, NoArena
-from pyhvd.transport.fabric import Fabric, allgather_bytes, decode_from
+from pyhvd.transport.arena import Arena
+from pyhvd.transport.fabric import Fabric, Unavailable, allgather_decoded
 from pyhvd.transport.hosts import HostsFabric
 from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.world import World
@@ -167,11 +167,7 @@ class Context:
             _make_job_name("" if self._generation is None else self._generation.job),
             here(),
         )
-        payloads = allgather_bytes(world.fabric, msgspec.msgpack.encode(hello))
-        heard = [
-            decode_from(rank, data, _hello_decoder.decode, "its greeting")
-            for rank, data in enumerate(payloads)
-        ]
+        heard = allgather_decoded(world.fabric, hello, _hello_decoder, "its greeting")
         sets = _agree(heard)
         self.config = self._adopt(config, heard)
         self.job = heard[0].job
@@ -207,7 +203,7 @@ class Context:
         if several:
             without = "the ranks are on several hosts"
         no_arena = self.fast_path is None or several
-        self.arena = NoArena(without) if no_arena else world.open_arena(world.fabric)
+        self.arena = Unavailable(without) if no_arena else world.open_arena(world.fabric)
         make_adapter = bell = None
         if self.fast_path is not None:
             self.fast_path.record_in(recorder.trace)

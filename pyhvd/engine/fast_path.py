@@ -35,9 +35,9 @@ from pyhvd.negotiation.messages import (
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
-from pyhvd.transport.fabric import Aborted, Fabric, allgather_bytes
+from pyhvd.transport.fabric import Aborted, Fabric, Unavailable, allgather_bytes
 from pyhvd.transport.hosts import HostsFabric
-from pyhvd.transport.shm import NoWindow, OpenWindow, Segment
+from pyhvd.transport.shm import OpenWindow, Segment
 
 _log = logging.getLogger("pyhvd")
 
@@ -101,7 +101,7 @@ def open_fast_path(
     return fast_path
 
 
-def _cause_of(opened: Segment | NoWindow) -> bytes:
+def _cause_of(opened: Segment | Unavailable) -> bytes:
     return b"" if isinstance(opened, Segment) else opened.cause.encode()
 
 

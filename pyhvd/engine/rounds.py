@@ -22,7 +22,7 @@ from pyhvd.negotiation.messages import (
     StackReport,
     StackRequest,
     StillInRound,
-    encode_out_of_band,
+    encode,
     iter_bits,
 )
 from pyhvd.observe.hang_reporter import RankLocations
@@ -102,7 +102,7 @@ class RoundKeeper:
             if rank == self._where.rank:
                 self.take(rank, self._where.report(self._number), now)
             else:
-                self._send(rank, encode_out_of_band(StackRequest(PROTOCOL_VERSION, self._number)))
+                self._send(rank, encode(StackRequest(PROTOCOL_VERSION, self._number)))
 
     def take(self, rank: int, report: StackReport, now: float) -> None:
         """Take a rank's answer; give the round back if it waits, and has waited before."""

@@ -460,47 +460,16 @@ class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-FromAgent = (
-    Hello
-    | Member
-    | Pmi
-    | RankOutput
-    | InputAck
-    | EnteringInit
-    | Failed
-    | Ended
-    | ResultPart
-    | Beat
-    | RankProxy
-    | DaemonOutput
-    | DaemonEnded
-    | Listening
-    | Dialed
-    | Remark
-    | Restored
-)
+# About the agent and its host; about its ranks; about the daemon and the programs of mpiexec.
+_OfHost = Hello | Member | Listening | Dialed | Beat | Remark | Restored
+_OfRanks = EnteringInit | Pmi | RankOutput | InputAck | ResultPart | Failed | Ended
+_OfDaemon = RankProxy | DaemonOutput | DaemonEnded
+FromAgent = _OfHost | _OfRanks | _OfDaemon
 FromProgram = Launch | RankProxy
-FromDriver = (
-    Again
-    | Prepare
-    | Listen
-    | Dial
-    | CodePart
-    | Input
-    | Start
-    | Pmi
-    | PmiValues
-    | OutputAck
-    | ResultAck
-    | Beat
-    | Stop
-    | Signal
-    | Leave
-    | Restore
-    | Exit
-    | StartDaemon
-    | EndDaemon
-)
+_ForHost = Again | Prepare | Listen | Dial | Beat | Restore | Leave | Stop
+_ForRanks = CodePart | Start | Pmi | PmiValues | Input | OutputAck | ResultAck | Signal
+_ForDaemon = StartDaemon | EndDaemon | Exit
+FromDriver = _ForHost | _ForRanks | _ForDaemon
 
 _Message = TypeVar("_Message")
 _encoder = msgspec.msgpack.Encoder()

@@ -20,8 +20,8 @@ rank 0 learns who is missing, and a late rank delays nothing further.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
@@ -60,30 +60,6 @@ class _Item:
     site: str = ""
     hits: SlotHolders | None = None
     stop: ErrorInfo | None = None
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A part that is being filled."""
-
-    ranks: int
-    last: int
-    seen: int
-    bits: dict[int, int] = field(default_factory=dict)
-    requests: list[tuple[int, Request]] = field(default_factory=list)
-    sites: list[str] = field(default_factory=list)
-    stop: ErrorInfo | None = None
-
-    def takes(self, ranks: int, last: int, seen: int, *, bits: bool) -> bool:
-        """Return whether the next item fits in: bits come before requests, and a stop is last."""
-        same = (self.ranks, self.last, self.seen) == (ranks, last, seen)
-        return same and self.stop is None and not (bits and self.requests)
-
-    def seal(self) -> MergedPart:
-        """Return the part."""
-        bits = {set_id: bits_to_bytes(slots) for set_id, slots in self.bits.items()}
-        message = RequestList(PROTOCOL_VERSION, self.seen, bits, self.requests, self.stop, self.sites)
-        return MergedPart(pack_ranks(self.ranks), self.last, message)
 
 
 class Leader:
@@ -143,7 +119,7 @@ class Leader:
 
     def flush(self) -> MergedList:
         """Remove and return everything that has been taken."""
-        parts = [draft.seal() for draft in self._drafts()]
+        parts = self._parts()
         self._items.clear()
         self._places.clear()
         self._behind.clear()
@@ -219,22 +195,26 @@ class Leader:
             self._places.setdefault(key, []).append(at)
         return at
 
-    def _drafts(self) -> Iterator[_Draft]:
-        """Yield the items' content; consecutive items of the same ranks are one part."""
-        draft: _Draft | None = None
+    def _parts(self) -> list[MergedPart]:
+        """Return the items' content; consecutive items of the same ranks are one part.
+
+        In a part bits come before requests; a stop has a part of its own.
+        """
+        parts: list[MergedPart] = []
+        head: tuple[int, int, int] | None = None  # ranks, last and seen of the part that may take more
         for item in self._items:
             held = {item.ranks: 0} if item.hits is None else item.hits.by_ranks
             for ranks, slots in held.items():
                 last = item.last if ranks >> item.last & 1 else lowest_bit(ranks)
-                if draft is None or not draft.takes(ranks, last, item.seen, bits=bool(slots)):
-                    if draft is not None:
-                        yield draft
-                    draft = _Draft(ranks, last, item.seen)
+                if head != (ranks, last, item.seen) or item.stop or (slots and parts[-1].message.requests):
+                    message = RequestList(PROTOCOL_VERSION, item.seen, stop=item.stop)
+                    parts.append(MergedPart(pack_ranks(ranks), last, message))
+                message = parts[-1].message
                 if slots:
-                    draft.bits[item.set_id] = draft.bits.get(item.set_id, 0) | slots
+                    before = bytes_to_bits(message.bits.get(item.set_id, b""))
+                    message.bits[item.set_id] = bits_to_bytes(before | slots)
                 elif item.request is not None:
-                    draft.requests.append((item.set_id, item.request))
-                    draft.sites.append(item.site)
-                draft.stop = item.stop
-        if draft is not None:
-            yield draft
+                    message.requests.append((item.set_id, item.request))
+                    message.sites.append(item.site)
+                head = None if item.stop else (ranks, last, item.seen)
+        return parts

@@ -11,7 +11,7 @@ A tensor is in one of these states; the label of an arrow is the function that m
       _hold_hits                _spill_slot                   _settle
     +------------> PENDING HIT ------------> +-> IN TABLE -------------> READY IN ITS GROUP
     |                |  ^                    |      | | ^                     |        |
-    |      take_hits |  | _recall       _add |      | | | _withdraw           |        |
+    |      take_hits |  | recall        _add |      | | | _withdraw           |        |
     |                v  |                    |      | +-+ (one rank's)        |        |
   IDLE <-------------+  +-- DELEGATED        |      |                         |        |
     | |  ^                     ^             |      | _answer                 |_answer |
@@ -29,7 +29,7 @@ A tensor is in one of these states; the label of an arrow is the function that m
 :meth:`MessageTable.withdraw` brings a tensor from every state but FAILED to IDLE: the ranks that have
 submitted it get an error, and the others hear nothing of it.
 
-Invariants between two events (:meth:`MessageTable.validate` checks them):
+Invariants between two events (the tests' ``check_invariants`` checks them):
 
 1. A tensor with a pending hit is not in the table, and no call of its group's name is.
 2. No slot is both delegated and a pending hit, and no delegated tensor is in the table.
@@ -69,11 +69,7 @@ from pyhvd.negotiation.messages import (
 from pyhvd.negotiation.response_cache import Group, PendingHits, SlotHolders, SlotTable, group_of
 from pyhvd.negotiation.validation import check, sizes_differ
 
-_NEVER_CACHED = (
-    RequestType.BARRIER,
-    RequestType.ADD_PROCESS_SET,
-    RequestType.REMOVE_PROCESS_SET,
-)
+_NEVER_CACHED = (RequestType.BARRIER, RequestType.ADD_PROCESS_SET, RequestType.REMOVE_PROCESS_SET)
 
 MAX_SITES = 4096
 """Tensors of a process set whose lines are kept; the oldest are dropped first."""
@@ -280,7 +276,7 @@ class MessageTable:
         """Take the cached tensors that ranks submit again; they have processed response list ``seen``."""
         self._list_number, self.last_submission = list_number, now
         rivals = self.cache.rivals(bits)
-        self._recall(bits | rivals)
+        self.recall(bits | rivals)
         # A pending call of the same group name and another size is a mismatch: only full requests find it.
         clash = bool(rivals & self._hits.anyone())
         only_hits = not (clash or self._entries or self._failed.by_key or self.joined)
@@ -301,7 +297,7 @@ class MessageTable:
     def join(self, ranks: int, list_number: int, now: float) -> None:
         """Count members as ready for every tensor, because they have joined."""
         self._list_number, self.last_submission = list_number, now
-        self._recall(-1)
+        self.recall()
         # Before the ranks count as joined: some of the hits may be their own.
         for slot in iter_bits(self._hits.anyone()):
             self._spill_slot(slot, now)
@@ -347,14 +343,14 @@ class MessageTable:
         answered, self._answered_slots = self._answered_slots, 0
         if self._delegation is None or not answered:
             return
-        self._recall(self.cache.rivals(answered & ~self._delegation.delegated))
+        self.recall(self.cache.rivals(answered & ~self._delegation.delegated))
         for slot in iter_bits(answered & ~self._delegation.delegated & ~self._hits.anyone()):
             if self._is_untouched(self.cache[slot].first):
                 self._delegation.delegate(slot)
 
     def abort(self, error: ErrorInfo) -> list[Response]:
         """Fail everything that is pending, for a set that is being removed; return the responses."""
-        self._recall(-1)
+        self.recall()
         for slot in iter_bits(self._hits.anyone()):
             self._spill_slot(slot, 0.0)
         for entry in self._entries.values():
@@ -367,7 +363,7 @@ class MessageTable:
 
         The other ranks may submit them later, and then these must again.
         """
-        self._recall(-1)
+        self.recall()
         for slot in iter_bits(self._hits.anyone()):
             if self.cache[slot].name.startswith(prefix):
                 self._spill_slot(slot, self.last_submission)
@@ -380,10 +376,6 @@ class MessageTable:
                     _discard(self._group_ready, group, name)
         self._drop(names)
 
-    def recall(self, slots: int = -1) -> None:
-        """Take slots back from the ready table, whose ranks then submit them by message; -1: all slots."""
-        self._recall(slots)
-
     # -- reports -------------------------------------------------------------------------------------
 
     def pending(self, now: float) -> list[tuple[str, float, int, int]]:
@@ -395,22 +387,17 @@ class MessageTable:
         """
         waiting = [(n, e.since, e.ranks, self.live & ~e.ranks) for n, e in self._entries.items()]
         for slot in iter_bits(self._hits.anyone()):
-            holders = self._hits.holders(slot)
-            name, since = self.cache[slot].name, self._hits.since(slot, 0.0)
-            waiting.append((name, since, holders, self.members & ~holders))
+            since, holders = self._hits.since(slot, 0.0), self._hits.holders(slot)
+            waiting.append((self.cache[slot].name, since, holders, self.members & ~holders))
         if self._delegation is not None:
             marks = SlotHolders()
             for rank, slots in self._delegation.look(now).items():
                 marks.hold(1 << rank, slots)
             for slot in iter_bits(marks.anyone()):
-                name, since, holders = (
-                    self.cache[slot].name,
-                    self._delegation.since(slot, now),
-                    marks.holders(slot),
-                )
-                waiting.append((name, since, holders, self.members & ~holders))
+                since, holders = self._delegation.since(slot, now), marks.holders(slot)
+                waiting.append((self.cache[slot].name, since, holders, self.members & ~holders))
             # The ranks then submit by message, and the next look finds all of them.
-            self._recall(self._delegation.overdue(now))
+            self.recall(self._delegation.overdue(now))
         return sorted((each for each in waiting if each[3]), key=lambda each: each[1])
 
     def _is_untouched(self, request: Request) -> bool:
@@ -423,8 +410,11 @@ class MessageTable:
 
     # -- DELEGATED -> PENDING HIT --------------------------------------------------------------------
 
-    def _recall(self, slots: int) -> None:
-        """Take slots back from the ready table, because a message concerns their tensors; -1: all slots."""
+    def recall(self, slots: int = -1) -> None:
+        """Take slots back from the ready table; -1: all slots.
+
+        A message concerns their tensors, or their ranks shall submit them by message.
+        """
         if self._delegation is None or not slots & self._delegation.delegated:
             return
         for rank, marked in self._delegation.recall(slots).items():
@@ -437,7 +427,7 @@ class MessageTable:
         slots = 1 << slot if slot >= 0 else 0
         if request.group:
             slots |= self.cache.group_bits((request.group, 0))
-        self._recall(slots)
+        self.recall(slots)
 
     def _make_room(self, name: str) -> None:
         """Recall the slot that a new tensor would get, and prefer one that is neither marked nor recent."""
@@ -448,7 +438,7 @@ class MessageTable:
         while (slot := self.cache.victim(name, self._hits.anyone())) >= 0:
             if not self._delegation.delegated >> slot & 1:
                 return
-            self._recall(1 << slot)
+            self.recall(1 << slot)
 
     # -- IDLE -> PENDING HIT -> IN TABLE -------------------------------------------------------------
 
@@ -723,38 +713,6 @@ class MessageTable:
         if last is not None and last.request is request and last.error is error and last.only[-1] < rank:
             only = (*self._responses.pop().only, rank)  # one response for the ranks of one message
         self._responses.append(Response(request, self.set_id, error=error, only=only))
-
-    # -- for tests -----------------------------------------------------------------------------------
-
-    def validate(self) -> None:
-        """Raise AssertionError if an invariant of the module's docstring does not hold."""
-        hits = self._hits.anyone()
-        delegated = self._delegation.delegated if self._delegation is not None else 0
-        for slot in iter_bits(hits | delegated):
-            assert self._is_untouched(self.cache[slot].first), f"1, 2, 3: {self.cache[slot].name}"
-        assert not hits & delegated, "2"
-        listed: dict[Group, set[str]] = {}
-        for name, entry in self._entries.items():
-            assert entry.ranks, f"4: {name} has no request"
-            assert sorted(rank for rank, _ in entry.by_rank()) == iter_bits(entry.ranks), f"4: {name}"
-            assert all(ranks and not ranks & ~entry.ranks for ranks, _ in entry.deferred), f"4: {name}"
-            assert all(entry.requests.values()), f"4: {name}"
-            for request in entry.requests:
-                if group := group_of(request):
-                    listed.setdefault(group, set()).add(name)
-            is_ready = any(name in names for names in self._group_ready.values())
-            assert is_ready == (not self.live & ~entry.ranks), f"6, 7: {name}"
-        assert self._groups == listed, "5"
-        for group, ready in self._group_ready.items():
-            assert 0 < len(ready) < group[1], f"6: {group}"
-            assert ready <= listed[group], f"6: {group}"
-        assert not self.live & ~self.members, "8"
-        assert self.live or self.set_id != GLOBAL_SET, "8"
-        assert not (self.joined and (hits or delegated)), "3"
-        for calls in self._failed.by_key.values():
-            for failed in calls.values():
-                assert failed.is_open(), "9"
-                assert all(failed.number in self._failed.by_key[key] for key in failed.found_by()), "9"
 
 
 def _discard(groups: dict[Group, set[str]], group: Group | None, name: str) -> None:

@@ -133,11 +133,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 @functools.lru_cache(maxsize=256)
 def _reduce_spec(dtype: int, op: int, prescale: float, postscale: float, size: int) -> ReduceSpec:
-    if op != ReduceOp.AVERAGE:
-        return ReduceSpec(BY_CODE[dtype], ReduceOp(op), prescale, postscale)
-    return ReduceSpec(
-        BY_CODE[dtype], ReduceOp.SUM, prescale, _quotient(postscale, size, exact=dtype in INTEGERS)
-    )
+    if op == ReduceOp.AVERAGE:
+        op, postscale = ReduceOp.SUM, _quotient(postscale, size, exact=dtype in INTEGERS)
+    return ReduceSpec(BY_CODE[dtype], ReduceOp(op), prescale, postscale)
 
 
 def _quotient(postscale: float, size: int, *, exact: bool) -> float:
@@ -242,7 +240,13 @@ class TimelineOrder(msgspec.Struct, frozen=True, array_like=True):
     job: str = ""
 
 
-class RequestList(msgspec.Struct, frozen=True, array_like=True):
+class Versioned(msgspec.Struct, frozen=True, array_like=True):
+    """Base of what ranks send as a whole message: the sender's protocol version comes first."""
+
+    version: int
+
+
+class RequestList(Versioned):
     """Worker to coordinator: everything new on one rank.
 
     Attributes
@@ -259,7 +263,6 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
         Why this rank shuts down.
     """
 
-    version: int
     seen: int
     bits: dict[int, bytes] = {}
     requests: list[tuple[int, Request]] = []
@@ -289,13 +292,12 @@ class MergedPart(msgspec.Struct, frozen=True, array_like=True):
     message: RequestList
 
 
-class MergedList(msgspec.Struct, frozen=True, array_like=True):
+class MergedList(Versioned):
     """A leader to the rank above it: everything new on the ranks below.
 
     The parts of one rank are in the order in which the rank sent them.
     """
 
-    version: int
     parts: list[MergedPart]
 
     @classmethod
@@ -325,7 +327,7 @@ class Tuning(msgspec.Struct, frozen=True, array_like=True):
     staging_size: int
 
 
-class ResponseList(msgspec.Struct, frozen=True, array_like=True):
+class ResponseList(Versioned):
     """Coordinator to every rank: the next steps, in this order.
 
     1. ``tuning`` takes effect.
@@ -334,7 +336,6 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     4. ``timeline`` begins or ends a recording.
     """
 
-    version: int
     seq: int
     cached: dict[int, bytes] = {}
     responses: list[Response] = []
@@ -343,7 +344,7 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     timeline: TimelineOrder | None = None
 
 
-class RelayedList(msgspec.Struct, frozen=True, array_like=True):
+class RelayedList(Versioned):
     """A response list for a leader, and for some of the ranks below it.
 
     Attributes
@@ -354,19 +355,17 @@ class RelayedList(msgspec.Struct, frozen=True, array_like=True):
         The encoded :class:`ResponseList`.
     """
 
-    version: int
     ranks: PackedRanks
     payload: bytes
 
 
-class StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class StackRequest(Versioned, array_like=False, tag=1):
     """Rank 0 to a rank that others wait for: send the stacks of your threads, under this number."""
 
-    version: int
     number: int
 
 
-class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class StackReport(Versioned, array_like=False, tag=2):
     """The answer to a :class:`StackRequest`.
 
     Attributes
@@ -375,23 +374,21 @@ class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
         Whether a thread of the program is inside of pyhvd.
     """
 
-    version: int
     number: int
     threads: list[ThreadStack]
     waits: bool = False
 
 
-class StillWaiting(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class StillWaiting(Versioned, array_like=False, tag=3):
     """To rank 0: this rank has long waited for cached tensors; ``slots`` has bit vectors, by process set.
 
     With several hosts, rank 0 cannot see the ranks' marks on the other hosts.
     """
 
-    version: int
     slots: dict[int, bytes]
 
 
-class StillInRound(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class StillInRound(Versioned, array_like=False, tag=4):
     """To rank 0: this rank has long waited in the round of a backward pass; see :mod:`pyhvd.engine.rounds`.
 
     Attributes
@@ -402,70 +399,35 @@ class StillInRound(msgspec.Struct, frozen=True, array_like=True, tag=4):
         How the names of the round's tensors begin.
     """
 
-    version: int
     process_set: int
     prefix: str
 
 
 OutOfBand = StackRequest | StackReport | StillWaiting | StillInRound
-"""Messages that pass beside the lists, and have no place in their order."""
+"""Messages that pass beside the lists, and have no place in their order: maps, while the lists are arrays."""
 
-# MessagePack never uses this byte, so the lists need no mark of their own.
-_OUT_OF_BAND = 0xC1
+_ARRAY = 0x90
+"""The least first byte of an array in MessagePack; that of a map with few keys is less."""
 
-M = TypeVar("M", OutOfBand, RequestList, MergedList, ResponseList, RelayedList)
+M = TypeVar("M", bound=Versioned)
 
 _encoder = msgspec.msgpack.Encoder()
-_out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)
-_request_decoder = msgspec.msgpack.Decoder(RequestList)
-_merged_decoder = msgspec.msgpack.Decoder(MergedList)
-_relayed_decoder = msgspec.msgpack.Decoder(RelayedList)
-_response_decoder = msgspec.msgpack.Decoder(ResponseList)
 
 
-def encode(message: RequestList | MergedList | ResponseList | RelayedList) -> bytes:
-    """Return the wire form of a list of requests or responses."""
+def encode(message: Versioned) -> bytes:
+    """Return the wire form of a message."""
     return _encoder.encode(message)
-
-
-def encode_out_of_band(message: OutOfBand) -> bytes:
-    """Return the wire form of an out-of-band message."""
-    return bytes((_OUT_OF_BAND,)) + _encoder.encode(message)
 
 
 def is_out_of_band(data: bytes | bytearray) -> bool:
     """Return whether a message, which must not be empty, is an out-of-band one."""
-    return data[0] == _OUT_OF_BAND
-
-
-def decode_out_of_band(data: bytes | bytearray, source: int) -> OutOfBand:
-    """Read an out-of-band message; raise InternalError if it is none of this protocol version."""
-    return _decode(_out_of_band_decoder, memoryview(data)[1:], "message", source)
-
-
-def decode_requests(data: bytes | bytearray | memoryview, source: int) -> RequestList:
-    """Read a worker's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_request_decoder, data, "request list", source)
-
-
-def decode_merged(data: bytes | bytearray | memoryview, source: int) -> MergedList:
-    """Read a leader's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_merged_decoder, data, "merged request list", source)
-
-
-def decode_relayed(data: bytes | bytearray | memoryview, source: int) -> RelayedList:
-    """Read a list for a leader; raise InternalError if it is none of this protocol version."""
-    return _decode(_relayed_decoder, data, "relayed response list", source)
-
-
-def decode_responses(data: bytes | bytearray | memoryview, source: int) -> ResponseList:
-    """Read the coordinator's message; raise InternalError if it is none of this protocol version."""
-    return _decode(_response_decoder, data, "response list", source)
+    return data[0] < _ARRAY
 
 
 def _decode(
-    decoder: msgspec.msgpack.Decoder[M], data: bytes | bytearray | memoryview, kind: str, source: int
+    decoder: msgspec.msgpack.Decoder[M], kind: str, data: bytes | bytearray | memoryview, source: int
 ) -> M:
+    """Read a message of a rank; raise InternalError if it is none of this kind and protocol version."""
     try:
         message = decoder.decode(data)
     except msgspec.MsgspecError as exc:
@@ -476,6 +438,15 @@ def _decode(
             " install the same pyhvd on every rank"
         )
     return message
+
+
+_out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)
+# Called with the data and the rank that has sent them.
+decode_out_of_band = functools.partial(_decode, _out_of_band_decoder, "message")
+decode_requests = functools.partial(_decode, msgspec.msgpack.Decoder(RequestList), "request list")
+decode_merged = functools.partial(_decode, msgspec.msgpack.Decoder(MergedList), "merged request list")
+decode_relayed = functools.partial(_decode, msgspec.msgpack.Decoder(RelayedList), "relayed response list")
+decode_responses = functools.partial(_decode, msgspec.msgpack.Decoder(ResponseList), "response list")
 
 
 def bits_to_bytes(bits: int) -> bytes:

@@ -84,9 +84,6 @@ class SlotTable:
         self._without: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._retired: dict[int, list[tuple[int, Slot]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def __getitem__(self, slot: int) -> Slot:
         return self._slots[slot]
 

@@ -16,13 +16,7 @@ from pyhvd.common.processes import ProcessPlace, ProcessState, state_of
 from pyhvd.common.stacks import user_stacks, waits_inside
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Stalled
-from pyhvd.negotiation.messages import (
-    PROTOCOL_VERSION,
-    ErrorInfo,
-    StackReport,
-    StackRequest,
-    encode_out_of_band,
-)
+from pyhvd.negotiation.messages import PROTOCOL_VERSION, ErrorInfo, StackReport, StackRequest, encode
 from pyhvd.observe.hang_report import error_of, warning_of
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.stall_inspector import Answer, Inquiry, StallInspector
@@ -150,7 +144,7 @@ class HangReporter:
             if rank == self.where.rank:
                 inquiry.take(rank, self.where.report(inquiry.number))
             else:
-                self.send(rank, encode_out_of_band(StackRequest(PROTOCOL_VERSION, inquiry.number)))
+                self.send(rank, encode(StackRequest(PROTOCOL_VERSION, inquiry.number)))
 
     def _conclude(self, now: float) -> ErrorInfo | None:
         """Report what the inquiry has found, if it is over, unless nothing is stalled any more."""
@@ -184,7 +178,7 @@ def take_aside(
 ) -> None:
     """Answer a question, or take an answer."""
     if isinstance(message, StackRequest):
-        send(source, encode_out_of_band(where.report(message.number)))
+        send(source, encode(where.report(message.number)))
     elif reporter is not None:
         reporter.take(source, message)
 

@@ -28,13 +28,6 @@ LINE = 128
 """Arrays begin at multiples of this number of bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoArena:
-    """Why a rank has no arena."""
-
-    cause: str
-
-
 @dataclass(slots=True)
 class Arena:
     """One rank's arena, and the addresses of the other ranks' arenas.

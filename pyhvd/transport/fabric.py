@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -12,6 +13,25 @@ from pyhvd.arrays import Bytes
 from pyhvd.errors import InternalError
 
 T = TypeVar("T")
+
+PerRank = Sequence[int]
+"""A number of each rank of the set, such as the bytes of its block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why ranks have no window, no links or no arena; the same on all ranks.
+
+    Attributes
+    ----------
+    cause : str
+        A text for a warning.
+    expected : bool
+        Whether the cause is no fault: the ranks need none, or never have it on this system.
+    """
+
+    cause: str
+    expected: bool = False
 
 
 class Aborted(Exception):
@@ -54,20 +74,16 @@ class Fabric(Protocol):
     def allgather(self, send: Bytes, recv: Bytes) -> None:
         """Gather every rank's ``send``, all of one length, into ``recv`` in rank order."""
 
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
+    def allgatherv(self, buffer: Bytes, counts: PerRank) -> None:
         """Gather in place: rank r provides block r, ``counts[r]`` bytes, at its place in the buffer."""
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send the r-th block of ``send`` to rank r; blocks are contiguous.
 
         No rank may send or receive 2**31 bytes or more.
         """
 
-    def exchange(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def exchange(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Do what ``alltoallv`` does, for blocks of any size."""
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
@@ -112,3 +128,15 @@ def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:
     padded = np.frombuffer(mine.ljust(longest, b"\0"), np.uint8)
     fabric.allgather(padded, box.reshape(-1))
     return [row[:length].tobytes() for row, length in zip(box, lengths.tolist(), strict=True)]
+
+
+def allgather_decoded(fabric: Fabric, mine: object, decoder: msgspec.msgpack.Decoder[T], what: str) -> list[T]:
+    """Return what every rank gives, through MessagePack, in rank order; collective.
+
+    Raises
+    ------
+    InternalError
+        What a rank has given cannot be read; the text names the rank, and ``what`` it is.
+    """
+    gathered = allgather_bytes(fabric, msgspec.msgpack.encode(mine))
+    return [decode_from(rank, data, decoder.decode, what) for rank, data in enumerate(gathered)]

@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,12 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.common.text import describe_ranks
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
-from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, allgather_bytes
+from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, PerRank, Unavailable, allgather_bytes
 from pyhvd.transport.link_carrier import OpenCarrier, choose_carrier
-from pyhvd.transport.link_layout import hosts_in_order, parents_of
-from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
+from pyhvd.transport.link_layout import Layout, parents_of
+from pyhvd.transport.links import LinkOptions, Links, open_links
 from pyhvd.transport.moves import Move, MoveLayout
-from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
+from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes
 
 CHUNK_MOST = 3 << 18
 """Bytes up to which a chunk grows with the number of hosts."""
@@ -48,8 +47,6 @@ class HostsFabric(ShmFabric):
         That exchange.
     links : Links
         This rank's connections; owned.
-    hosts : sequence of sequence of int
-        The set ranks of each host.
     ranks : sequence of int
         The global ranks of the set.
 
@@ -69,13 +66,11 @@ class HostsFabric(ShmFabric):
         window: shared_memory.Window,
         exchange: shared_memory.Exchange,
         links: Links,
-        hosts: Sequence[Sequence[int]],
         ranks: Sequence[int],
     ) -> None:
-        self.hosts = [list(each) for each in hosts]
+        self.hosts = links.layout.members
         names = [name.decode() for name in allgather_bytes(inner, socket.gethostname().encode())]
-        self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in hosts]
-        self._here = next(k for k, each in enumerate(self.hosts) if inner.rank in each)
+        self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in self.hosts]
         self.layout = MoveLayout(self.hosts, inner.rank)
         self._exchange = exchange
         self._links = links
@@ -93,9 +88,7 @@ class HostsFabric(ShmFabric):
         largest = nbytes * layout.slices**2
         self.run_moves(layout.alltoall(address(send), address(recv), table, self.window.chunk, largest))
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r."""
         counts = np.array([send_counts, recv_counts], np.int64)
         first, start = counts[:, : self.rank].sum(axis=1)
@@ -109,7 +102,7 @@ class HostsFabric(ShmFabric):
             self.run_moves([layout.gather_locally(mine, into, counts.nbytes, chunk)])
         moves = layout.alltoall(address(send), address(recv), table, chunk)
         agreed = self._largest([move.chunks for move in moves])
-        self.run_moves(replace(move, chunks=n) for move, n in zip(moves, agreed, strict=True))
+        self.run_moves(move._replace(chunks=n) for move, n in zip(moves, agreed, strict=True))
 
     exchange = alltoallv
 
@@ -125,9 +118,8 @@ class HostsFabric(ShmFabric):
 
     def run_moves(self, moves: Iterable[Move]) -> None:
         """Move bytes; all ranks of the set call it with moves of one layout."""
-        for each in moves:
-            parts = (each.sources, each.targets, each.lanes, each.out, each.into)
-            self.check(done=self.window.move(*parts, each.single, each.room, each.chunks))
+        for move in moves:
+            self.check(done=self.window.move(*move))
 
     def choose_carrier(self, options: LinkOptions, largest_chunk: int) -> None:
         """Choose what carries the bytes of the rails; collective, before the first operation."""
@@ -229,10 +221,10 @@ class HostsFabric(ShmFabric):
                 raise self._all.error_of(*told)
             if self._exchange.lost is not None:
                 host, number = self._exchange.lost
-                raise self.error_of(host, self._here, number, b"")
+                raise self.error_of(host, self.layout.here, number, b"")
         super().check(done=done)
 
-    def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
+    def _gather(self, send: int, recv: Bytes, counts: PerRank) -> None:
         into = address(recv) + sum(counts[: self.rank])
         if send != into:
             ctypes.memmove(into, send, counts[self.rank])
@@ -294,7 +286,7 @@ def open_hosts_fabric(
     largest_chunk: int,
     *,
     agreement: bool,
-) -> HostsFabric | NoLinks:
+) -> HostsFabric | Unavailable:
     """Return a fabric with windows and links for ranks of several hosts; collective, one outcome for all.
 
     Parameters
@@ -314,31 +306,29 @@ def open_hosts_fabric(
     chunk_size, largest_chunk : int
         Bytes of a chunk of a set on one host, now and at most.
     """
-    by_host = hosts_in_order(hosts)
-    chunk, largest = (chunk_across(each, len(by_host)) for each in (chunk_size, largest_chunk))
-    if len(by_host) > shared_memory.MAX_HOSTS:
-        return NoLinks(f"a process set has links between at most {shared_memory.MAX_HOSTS} hosts")
-    here = next(each for each in by_host if fabric.rank in each)
-    local = fabric.subset(here, 0)
+    place = Layout(fabric.rank, hosts, agreement=agreement)
+    chunk, largest = (chunk_across(each, place.hosts) for each in (chunk_size, largest_chunk))
+    if place.hosts > shared_memory.MAX_HOSTS:
+        return Unavailable(f"a process set has links between at most {shared_memory.MAX_HOSTS} hosts")
+    local = fabric.subset(place.members[place.host], 0)
     opened = open_window(local, area_bytes(largest, shared_memory.ACROSS_SLOTS))
     local.close()
-    cause = opened.cause if isinstance(opened, NoWindow) else ""
+    cause = opened.cause if isinstance(opened, Unavailable) else ""
     if causes := [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]:
-        return NoLinks(f"no shared memory on a host: {causes[0]}")
+        return Unavailable(f"no shared memory on a host: {causes[0]}")
     assert isinstance(opened, Segment)
-    links = open_links(fabric, hosts, options, agreement=agreement)
-    if isinstance(links, NoLinks):
+    links = open_links(fabric, place, options)
+    if isinstance(links, Unavailable):
         return links
-    slices = max(len(each) for each in by_host)
     rails = [
         [-1 if peer is None else peer.fileno() for peer in rail]
         for rail in links.rails
         if any(peer is not None for peer in rail)
     ]
     exchange = shared_memory.Exchange(
-        links.host, links.hosts, links.local_rank, links.local_size, slices, rails, links.bells
+        place.host, place.hosts, place.local_rank, place.local_size, place.slices, rails, links.bells
     )
-    window = shared_memory.Window(links.local_rank, opened.areas, chunk, largest, exchange)
-    made = HostsFabric(fabric, opened, window, exchange, links, by_host, ranks)
+    window = shared_memory.Window(place.local_rank, opened.areas, chunk, largest, exchange)
+    made = HostsFabric(fabric, opened, window, exchange, links, ranks)
     made.choose_carrier(options, largest)
     return made

@@ -24,8 +24,8 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
 from pyhvd.transport.control import Bell, Delivered, Message, Sending
-from pyhvd.transport.fabric import Aborted, Fabric
-from pyhvd.transport.shm import LINE, NoWindow, Segment, aligned
+from pyhvd.transport.fabric import Aborted, Fabric, PerRank, Unavailable
+from pyhvd.transport.shm import LINE, Segment, aligned
 from pyhvd.transport.tree import Tree
 from pyhvd.transport.world import Topology, World
 
@@ -41,6 +41,11 @@ class ThreadGroup:
         Longest wait for another thread, in seconds.
     hosts : sequence of int, optional
         Each thread's host; by default all are on one.
+
+    Attributes
+    ----------
+    boxes, rung : list
+        By thread, the messages for it, and its bell.
     """
 
     def __init__(self, size: int, timeout: float, hosts: Sequence[int] | None = None) -> None:
@@ -48,6 +53,8 @@ class ThreadGroup:
         self.timeout = timeout
         self.hosts = [0] * size if hosts is None else hosts
         self.published: list[Any] = [None] * size
+        self.boxes: list[deque[Message]] = [deque() for _ in range(size)]
+        self.rung = [threading.Event() for _ in range(size)]
         self._barrier = threading.Barrier(size)
         self._lock = threading.Lock()
         self._note: bytes | None = None
@@ -103,87 +110,81 @@ class ThreadFabric:
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.size = group.size
-        self._group = group
+        self.group = group
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:
         """Gather every rank's block; all blocks have one length."""
         for r, block in enumerate(self._publish(send)):
             recv[r * len(block) : (r + 1) * len(block)] = block
-        self._group.wait()
+        self.group.wait()
 
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
+    def allgatherv(self, buffer: Bytes, counts: PerRank) -> None:
         """Gather blocks in place: rank r's block has the same offset in every rank's buffer."""
         starts = list(itertools.accumulate(counts, initial=0))
         for r, other in enumerate(self._publish(buffer)):
             if r != self.rank:
                 buffer[starts[r] : starts[r + 1]] = other[starts[r] : starts[r + 1]]
-        self._group.wait()
+        self.group.wait()
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r."""
         at = 0
         for r, (block, counts) in enumerate(self._publish((send, send_counts))):
             first = sum(counts[: self.rank])
             recv[at : at + recv_counts[r]] = block[first : first + counts[self.rank]]
             at += recv_counts[r]
-        self._group.wait()
+        self.group.wait()
 
     exchange = alltoallv
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks with a partner; all ranks call it, in pairs."""
         recv[:] = self._publish(send)[partner]
-        self._group.wait()
+        self.group.wait()
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
         published = self._publish(buffer)
         if self.rank != root:
             buffer[:] = published[root]
-        self._group.wait()
+        self.group.wait()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._group.wait()
-
-    def is_on_one_host(self) -> bool:
-        """Return whether all ranks are on one host."""
-        return len(set(self._group.hosts)) == 1
+        self.group.wait()
 
     def exchange_objects(self, mine: Any) -> list[Any]:
         """Return every rank's object, in rank order."""
         published = self._publish(mine)
-        self._group.wait()
+        self.group.wait()
         return published
 
     def subset(self, ranks: Sequence[int], tag: int) -> ThreadFabric:
         """Return the fabric of some of the ranks."""
-        group = self._group.subset(tuple(ranks), tag, self.rank)
+        group = self.group.subset(tuple(ranks), tag, self.rank)
         return ThreadFabric(group, list(ranks).index(self.rank))
 
     def abort(self, note: bytes) -> None:
         """Make the other ranks' waits fail with this rank's note."""
-        self._group.abort(note, self.rank)
+        self.group.abort(note, self.rank)
 
     def close(self) -> None:
         """Do nothing: the group ends with its threads."""
 
     def _publish(self, mine: Any) -> list[Any]:
-        self._group.published[self.rank] = mine
-        self._group.wait()
-        return list(self._group.published)
+        self.group.published[self.rank] = mine
+        self.group.wait()
+        return list(self.group.published)
 
 
-def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
+def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | Unavailable:
     """Return memory, with one part per rank, that the ranks of a fabric share if they are on one host.
 
     Collective.
     """
     assert isinstance(fabric, ThreadFabric)
-    if not fabric.is_on_one_host():
-        return NoWindow("they are on several nodes", expected=True)
+    if len(set(fabric.group.hosts)) > 1:
+        return Unavailable("they are on several nodes", expected=True)
     return _share(fabric, nbytes)
 
 
@@ -288,32 +289,21 @@ class ThreadWorlds:
     """
 
     def __init__(self, size: int, timeout: float, hosts: Sequence[int] | None = None) -> None:
-        self._hosts = [0] * size if hosts is None else list(hosts)
-        if len(self._hosts) != size:
-            raise ValueError(f"hosts has {len(self._hosts)} numbers, but needs one for each of {size} ranks")
+        if hosts is not None and len(hosts) != size:
+            raise ValueError(f"hosts has {len(hosts)} numbers, but needs one for each of {size} ranks")
         self.size = size
         self.timeout = timeout
-        self._lock = threading.Lock()
-        # What the ranks of each world share: their group, messages and bells.
-        self._worlds: list[tuple[ThreadGroup, list[deque[Message]], list[threading.Event]]] = []
-        self._calls = [0] * size
+        self._group = ThreadGroup(size, timeout, hosts)  # its subsets of all ranks are the worlds
 
     def world(self, rank: int) -> World:
         """Return one rank's part of its next world; the n-th calls of all ranks share one world."""
-        ranks = range(self.size)
-        with self._lock:
-            number = self._calls[rank]
-            self._calls[rank] += 1
-            if number == len(self._worlds):
-                group = ThreadGroup(self.size, self.timeout, self._hosts)
-                self._worlds.append((group, [deque() for _ in ranks], [threading.Event() for _ in ranks]))
-            group, boxes, rung = self._worlds[number]
-        topology = Topology.of(rank, self._hosts)
+        group = self._group.subset(tuple(range(self.size)), 0, rank)
+        topology = Topology.of(rank, group.hosts)
         tree = Tree.of(rank, topology.hosts)
         return World(
             topology=topology,
             fabric=ThreadFabric(group, rank),
-            connect=lambda bell: InProcessTransport(tree, boxes, bell or ThreadBell(rank, rung)),
+            connect=lambda bell: InProcessTransport(tree, group.boxes, bell or ThreadBell(rank, group.rung)),
             members=_no_communicators,
             abort=group.abort,
             threads=True,
@@ -323,10 +313,7 @@ class ThreadWorlds:
 
     def abort(self) -> None:
         """Make every rank's wait for another rank fail, in all worlds."""
-        with self._lock:
-            worlds = list(self._worlds)
-        for group, _, _ in worlds:
-            group.abort()
+        self._group.abort()
 
 
 def _no_communicators(comm: object) -> tuple[int, ...]:

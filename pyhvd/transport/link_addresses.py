@@ -116,10 +116,8 @@ def candidates(
     """
     own = {address.interface.ip for address in mine}
     subnets = {address.interface.network for address in mine}
-    ranked = []
-    for address in (each.interface for each in theirs):
-        if same_network or not (address.ip.is_loopback or address.ip in own):
-            near = any(address.ip in subnet for subnet in subnets)
-            ranked.append((not address.ip.is_loopback, not near, str(address.ip)))
-    ranked.sort(key=lambda entry: entry[:2])
-    return [ip for _, _, ip in ranked]
+    ips = [address.interface.ip for address in theirs]
+    if not same_network:
+        ips = [ip for ip in ips if not (ip.is_loopback or ip in own)]
+    ips.sort(key=lambda ip: (not ip.is_loopback, not any(ip in subnet for subnet in subnets)))
+    return [str(ip) for ip in ips]

@@ -30,8 +30,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import InitVar, dataclass, field
 
 from pyhvd.transport.link_layout import LinkRole
 from pyhvd.transport.tcp.connection import Address, Connection
@@ -44,7 +43,6 @@ _STRANGERS = 64
 # Names that only Linux has; the kernel probes an idle connection after 1 s, and gives it up 4 s later.
 # Not TCP_USER_TIMEOUT: it also ends a connection whose receiver is alive, but late to read.
 _TUNING = (
-    (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),
@@ -92,6 +90,7 @@ def _shown(address: Address) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+@dataclass(eq=False, repr=False)  # which would show the key
 class Handshakes:
     """The connections that one rank opens and accepts.
 
@@ -112,21 +111,18 @@ class Handshakes:
         The authenticated sockets, by role; owned by the caller.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        listeners: Sequence[socket.socket],
-        accepts: set[LinkRole],
-        dials: Mapping[LinkRole, Sequence[Address]],
-    ) -> None:
-        self.made: dict[LinkRole, socket.socket] = {}
-        self._key = key
-        self._accepts = accepts
+    key: bytes
+    listeners: Sequence[socket.socket]
+    accepts: set[LinkRole]
+    dials: InitVar[Mapping[LinkRole, Sequence[Address]]]
+    made: dict[LinkRole, socket.socket] = field(default_factory=dict)
+    _strangers: dict[_Attempt, None] = field(default_factory=dict)  # in the order of their arrival
+    _waking: float = 0.0  # when a dial may try its next address
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def __post_init__(self, dials: Mapping[LinkRole, Sequence[Address]]) -> None:
         self._dials = {role: _Dialling(role, addresses) for role, addresses in dials.items()}
-        self._strangers: dict[_Attempt, None] = {}  # in the order of their arrival
-        self._waking = 0.0  # when a dial may try its next address
-        self._selector = selectors.DefaultSelector()
-        for listener in listeners:
+        for listener in self.listeners:
             self._selector.register(listener, selectors.EVENT_READ)
 
     def run(self, until: float) -> dict[LinkRole, str]:
@@ -134,7 +130,7 @@ class Handshakes:
 
         ``until`` is a time of time.monotonic().
         """
-        expected = len(self._accepts) + len(self._dials)
+        expected = len(self.accepts) + len(self._dials)
         while len(self.made) < expected and (now := time.monotonic()) < until:
             if now >= self._waking:
                 self._waking = min([until, *(self._dial(dial, now) for dial in self._dials.values())])
@@ -144,14 +140,8 @@ class Handshakes:
                     self._accept(key.fileobj)
                 elif key.data.peer.fileno() >= 0:  # no event before it has dropped it
                     self._advance(key.data)
-        missing = dict.fromkeys(self._accepts - self.made.keys(), "no connection came")
+        missing = dict.fromkeys(self.accepts - self.made.keys(), "no connection came")
         return missing | {role: dial.report() for role, dial in self._dials.items() if role not in self.made}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all sockets but those that were made."""
@@ -185,7 +175,7 @@ class Handshakes:
 
     def _accept(self, listener: socket.socket) -> None:
         """Accept one connection; drop the oldest that has not proved its role if there are too many."""
-        most = 2 * len(self._accepts) + _STRANGERS
+        most = 2 * len(self.accepts) + _STRANGERS
         try:
             peer, _ = listener.accept()
             attempt = _Attempt(peer, connection=self._connection(peer, End.SERVER))
@@ -204,7 +194,7 @@ class Handshakes:
         for level, name, value in _TUNING:
             if (option := getattr(socket, name, None)) is not None:
                 peer.setsockopt(level, option, value)
-        return Connection(peer, Session(self._key, end))
+        return Connection(peer, Session(self.key, end))
 
     def _advance(self, attempt: _Attempt) -> None:
         """Do what the socket is ready for; drop it after an error."""
@@ -239,7 +229,7 @@ class Handshakes:
         if len(messages) > 1 or len(messages[0]) != _ROLE.size:
             raise ChannelError("the peer sent something other than a role")
         role = LinkRole(*_ROLE.unpack(messages[0]))
-        if role not in self._accepts:
+        if role not in self.accepts:
             raise ChannelError("the peer sent a role that is not expected here")
         connection.send(_WELCOME)
         return role

@@ -70,6 +70,8 @@ class Layout:
 
     Attributes
     ----------
+    members : list of list of int
+        The ranks of each host.
     hosts, host : int
         Number of hosts, and this rank's.
     local_size, local_rank : int
@@ -87,14 +89,14 @@ class Layout:
     """
 
     def __init__(self, rank: int, nodes: Sequence[int], *, agreement: bool) -> None:
-        self._members = hosts_in_order(nodes)
-        local = next(ranks for ranks in self._members if rank in ranks)
-        self.hosts = len(self._members)
-        self.host = self._members.index(local)
+        self.members = hosts_in_order(nodes)
+        local = next(ranks for ranks in self.members if rank in ranks)
+        self.hosts = len(self.members)
+        self.host = self.members.index(local)
         self.local_size = len(local)
         self.local_rank = local.index(rank)
         self.leader = local[0]
-        self.slices = max(map(len, self._members))
+        self.slices = max(map(len, self.members))
         others = [g for g in range(self.hosts) if g != self.host]
         parents = parents_of(self.hosts)
         self.neighbours = [g for g in others if agreement and self._are_neighbours(parents, g)]
@@ -113,5 +115,5 @@ class Layout:
         return here == there == -1 or here == other or there == self.host
 
     def _owner(self, k: int, host: int) -> int:
-        local = self._members[host]
+        local = self.members[host]
         return local[k * len(local) // self.slices]

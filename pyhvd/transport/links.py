@@ -19,14 +19,14 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import msgspec
 
 from pyhvd.common.kernel import node_of
 from pyhvd.transport import link_sharing
-from pyhvd.transport.fabric import Fabric, allgather_bytes, decode_from
+from pyhvd.transport.fabric import Fabric, Unavailable, allgather_bytes, allgather_decoded, decode_from
 from pyhvd.transport.link_addresses import HostAddress, candidates, host_addresses
 from pyhvd.transport.link_carrier import OpenMpi
 from pyhvd.transport.link_handshakes import Handshakes
@@ -62,22 +62,6 @@ class LinkOptions:
     ports: range = range(1)
 
 
-@dataclass(frozen=True, slots=True)
-class NoLinks:
-    """Why the ranks have no links; the same on all ranks.
-
-    Attributes
-    ----------
-    cause : str
-        A text for a warning.
-    expected : bool
-        Whether the ranks need no links, or never have them on this system.
-    """
-
-    cause: str
-    expected: bool = False
-
-
 @dataclass(slots=True)
 class Links:
     """Connections of one rank to other hosts, and what the ranks of its host share.
@@ -86,10 +70,8 @@ class Links:
 
     Attributes
     ----------
-    hosts, host : int
-        Number of hosts of the set, and this rank's host: hosts are in the order of their lowest ranks.
-    local_size, local_rank : int
-        Number of the set's ranks on this host, and this rank's number among them.
+    layout : Layout
+        This rank's place among the hosts.
     rails : list of list
         ``rails[k][g]``: the connection for slice k to its owner on host g. None for slices of other ranks,
         and for this rank's host.
@@ -101,10 +83,7 @@ class Links:
         have all of them.
     """
 
-    hosts: int
-    host: int
-    local_size: int
-    local_rank: int
+    layout: Layout
     rails: list[list[socket.socket | None]]
     agreement: list[socket.socket | None]
     bells: list[int]
@@ -137,32 +116,27 @@ _card = msgspec.msgpack.Decoder(_Card)
 _failure = msgspec.msgpack.Decoder(tuple[int, str])
 
 
-def open_links(
-    fabric: Fabric, nodes: Sequence[int], options: LinkOptions, *, agreement: bool
-) -> Links | NoLinks:
+def open_links(fabric: Fabric, layout: Layout, options: LinkOptions) -> Links | Unavailable:
     """Connect the ranks of a fabric across hosts; collective.
 
     Parameters
     ----------
     fabric : Fabric
         The ranks, which MPI or threads connect already.
-    nodes : sequence of int
-        The host of each rank, as any number.
+    layout : Layout
+        This rank's place among the hosts.
     options : LinkOptions
         The same on all ranks.
-    agreement : bool
-        Whether to make agreement connections.
 
     Returns
     -------
-    Links or NoLinks
+    Links or Unavailable
         The same kind on all ranks.
     """
-    layout = Layout(fabric.rank, nodes, agreement=agreement)
     if layout.hosts == 1:
-        return NoLinks("all ranks are on one host", expected=True)
+        return Unavailable("all ranks are on one host", expected=True)
     if not hasattr(os, "eventfd"):
-        return NoLinks("links between hosts need Linux", expected=True)
+        return Unavailable("links between hosts need Linux", expected=True)
     with ExitStack() as stack:
         return _Opening(fabric, layout, options, stack).open()
 
@@ -179,7 +153,7 @@ class _Opening:
         self._meeting: socket.socket | None = None
         self._mine = _Card(socket.gethostname(), node_of("net"))
 
-    def open(self) -> Links | NoLinks:
+    def open(self) -> Links | Unavailable:
         """Carry out the steps."""
         try:
             self._listen()
@@ -196,12 +170,13 @@ class _Opening:
             if role.high == self._layout.host
         }
         if cause := self._agree(self._mine.failure, self._unreachable(known, dials)):
-            return NoLinks(cause)
+            return Unavailable(cause)
 
         until = time.monotonic() + self._options.timeout
         made: dict[LinkRole, socket.socket] = {}
         try:
-            with Handshakes(known[0].key, self._listeners, self._layout.accepts, dials) as handshakes:
+            handshakes = Handshakes(known[0].key, self._listeners, self._layout.accepts, dials)
+            with closing(handshakes):
                 made = handshakes.made
                 failures = self._lost(known, handshakes.run(until))
         except OSError as exc:
@@ -210,7 +185,7 @@ class _Opening:
         with ExitStack() as failed:
             failed.callback(links.close)
             if cause := self._agree(*failures):
-                return NoLinks(cause)
+                return Unavailable(cause)
             self._tell(known, made)
             until = max(until, time.monotonic() + _SHARING_S)
             failure = ""
@@ -220,7 +195,7 @@ class _Opening:
                 failure = f"{self._mine.name}: sharing descriptors: {exc}"
             # Local rank 0 fails when another one does, which knows more.
             if cause := self._agree(*(("", failure) if self._meeting else (failure,))):
-                return NoLinks(cause)
+                return Unavailable(cause)
             failed.pop_all()
             return links
 
@@ -279,11 +254,7 @@ class _Opening:
     def _agree(self, *failures: str) -> str:
         """Return one rank's failure, the same on all ranks; a rank names the one that says most first."""
         mine = next(((k, text) for k, text in enumerate(failures) if text), (len(failures), ""))
-        gathered = allgather_bytes(self._fabric, msgspec.msgpack.encode(mine))
-        every = [
-            decode_from(rank, each, _failure.decode, "why it has no links")
-            for rank, each in enumerate(gathered)
-        ]
+        every = allgather_decoded(self._fabric, mine, _failure, "why it has no links")
         return min(every, key=lambda failure: failure[0])[1]
 
     def _tell(self, known: Mapping[int, _Card], made: Mapping[LinkRole, socket.socket]) -> None:
@@ -302,23 +273,22 @@ class _Opening:
         for role, peer in made.items():
             row = rails[role.slice] if role.kind == Kind.RAIL else agreement
             row[role.low + role.high - layout.host] = peer
-        place = layout.hosts, layout.host, layout.local_size, layout.local_rank
-        return Links(*place, rails, agreement, [], [])
+        return Links(layout, rails, agreement, [], [])
 
     def _share(self, links: Links, meeting: str, until: float) -> None:
         """Share the eventfds of the local ranks, and the agreement connections of the host."""
         own = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         links.bells, links.background_bells = own[:1], own[1:]
-        bells = 2 * links.local_size
+        layout = self._layout
+        bells = 2 * layout.local_size
         if self._meeting is not None:
             sockets = [peer.fileno() for peer in links.agreement if peer is not None]
-            fds = link_sharing.lead(self._meeting, own, links.local_size, sockets, until)
+            fds = link_sharing.lead(self._meeting, own, layout.local_size, sockets, until)
         elif meeting:
-            neighbours = self._layout.neighbours
-            fds = link_sharing.follow(meeting, links.local_rank, own, bells + len(neighbours), until)
+            fds = link_sharing.follow(meeting, layout.local_rank, own, bells + len(layout.neighbours), until)
             for bell in own:
                 os.close(bell)
-            for g, fd in zip(neighbours, fds[bells:], strict=True):
+            for g, fd in zip(layout.neighbours, fds[bells:], strict=True):
                 links.agreement[g] = socket.socket(fileno=fd)
         else:
             fds = own

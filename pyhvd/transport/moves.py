@@ -13,7 +13,6 @@ A slot has room for a few lanes; with more of them, a collective has several mov
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +26,7 @@ LEAST = 16384
 """A slice has so much room in each lane of a chunk, if the chunk is large enough."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """The arguments of :meth:`pyhvd.native.shared_memory.Window.move`."""
 
     sources: Ints

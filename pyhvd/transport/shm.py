@@ -10,7 +10,7 @@ import numpy as np
 
 from pyhvd.arrays import Bytes, address
 from pyhvd.native import shared_memory
-from pyhvd.transport.fabric import Aborted, Fabric
+from pyhvd.transport.fabric import Aborted, Fabric, PerRank, Unavailable
 
 LINE = 128
 
@@ -31,15 +31,7 @@ class Segment:
     memory: object
 
 
-@dataclass(frozen=True, slots=True)
-class NoWindow:
-    """Why a set has no window; ``expected`` if the cause is no fault."""
-
-    cause: str
-    expected: bool = False
-
-
-OpenWindow = Callable[[Fabric, int], Segment | NoWindow]
+OpenWindow = Callable[[Fabric, int], Segment | Unavailable]
 """``open_window(fabric, nbytes)`` shares nbytes per rank; collective, with the same outcome on all ranks."""
 
 
@@ -80,13 +72,11 @@ class ShmFabric:
         """Gather blocks of one length."""
         self._gather(address(send), recv, [len(send)] * self.size)
 
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
+    def allgatherv(self, buffer: Bytes, counts: PerRank) -> None:
         """Gather in place."""
         self._gather(address(buffer) + sum(counts[: self.rank]), buffer, counts)
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r."""
         out, into = np.array(send_counts, np.int64), np.array(recv_counts, np.int64)
         self.check(done=self.window.alltoall(address(send), out, address(recv), into))
@@ -129,7 +119,7 @@ class ShmFabric:
         if not done:
             raise Aborted(self.window.note() or b"")
 
-    def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
+    def _gather(self, send: int, recv: Bytes, counts: PerRank) -> None:
         self.check(done=self.window.gather(send, address(recv), np.array(counts, np.int64)))
 
 

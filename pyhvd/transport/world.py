@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pyhvd.transport.arena import Arena, NoArena
+from pyhvd.transport.arena import Arena
 from pyhvd.transport.control import Bell, ControlTransport
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, Unavailable
 from pyhvd.transport.link_carrier import OpenMpi
 from pyhvd.transport.link_layout import hosts_in_order
 from pyhvd.transport.shm import OpenWindow
@@ -86,5 +86,5 @@ class World:
     abort: Callable[[], None]
     threads: bool
     open_window: OpenWindow
-    open_arena: Callable[[Fabric], Arena | NoArena]
+    open_arena: Callable[[Fabric], Arena | Unavailable]
     open_mpi: OpenMpi | None = None

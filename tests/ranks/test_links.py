@@ -17,11 +17,12 @@ from contextlib import ExitStack
 import pytest
 
 from pyhvd.transport import link_sharing, links
+from pyhvd.transport.fabric import Unavailable
 from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
 from pyhvd.transport.link_addresses import HostAddress, host_addresses
 from pyhvd.transport.link_handshakes import Handshakes
-from pyhvd.transport.link_layout import LinkRole, parents_of
-from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
+from pyhvd.transport.link_layout import Layout, LinkRole, parents_of
+from pyhvd.transport.links import LinkOptions, Links, open_links
 from pyhvd.transport.tcp.connection import Address, listen, new_key
 from tests.unit.transport.test_link_layout import LAYOUTS
 
@@ -41,13 +42,13 @@ def _no_descriptor_is_left() -> Iterator[None]:
 
 def open_on(
     nodes: Sequence[int], options: LinkOptions = PATIENT, agreement: bool = True
-) -> list[Links | NoLinks]:
+) -> list[Links | Unavailable]:
     """Return what open_links returns on each rank; ranks are threads, named by their numbers."""
     group = ThreadGroup(len(nodes), LONG)
 
-    def play(rank: int) -> Links | NoLinks:
+    def play(rank: int) -> Links | Unavailable:
         threading.current_thread().name = f"rank-{rank}"
-        return open_links(ThreadFabric(group, rank), nodes, options, agreement=agreement)
+        return open_links(ThreadFabric(group, rank), Layout(rank, nodes, agreement=agreement), options)
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(play, range(len(nodes)), timeout=2 * LONG))
@@ -69,7 +70,7 @@ def cause_on(nodes: Sequence[int], options: LinkOptions) -> str:
     """Return the cause, the same on all ranks, why there are no links."""
     results = open_on(nodes, options)
     assert all(result == results[0] for result in results)
-    assert isinstance(results[0], NoLinks)
+    assert isinstance(results[0], Unavailable)
     assert not results[0].expected
     return results[0].cause
 
@@ -97,7 +98,7 @@ def by_host(made: Sequence[Links]) -> list[list[Links]]:
     """Return the links of each host's ranks, by local rank."""
     hosts: list[list[Links]] = [[] for _ in range(made[0].hosts)]
     for each in made:
-        hosts[each.host].append(each)
+        hosts[each.layout.host].append(each)
     return hosts
 
 
@@ -117,7 +118,7 @@ def test_every_descriptor_leads_to_its_counterpart(nodes: list[int]) -> None:
                 one, other = (hosts[g][k * len(hosts[g]) // slices] for g in (a, b))
                 send(one.rails[k][b], other.rails[k][a], f"slice {k} from {a} to {b}".encode())
             for one, other in itertools.product(hosts[a], hosts[b]) if agree(a, b, len(hosts)) else ():
-                text = f"{one.local_rank} of {a} to {other.local_rank} of {b}"
+                text = f"{one.layout.local_rank} of {a} to {other.layout.local_rank} of {b}"
                 send(one.agreement[b], other.agreement[a], text.encode())
 
 
@@ -128,8 +129,8 @@ def test_every_rank_has_its_rails_and_no_others(nodes: list[int]) -> None:
         slices = max(map(len, hosts))
         for g, local in enumerate(hosts):
             for rank, mine in enumerate(local):
-                assert (mine.hosts, mine.host) == (len(hosts), g)
-                assert (mine.local_size, mine.local_rank) == (len(local), rank)
+                assert (mine.layout.hosts, mine.layout.host) == (len(hosts), g)
+                assert (mine.layout.local_size, mine.layout.local_rank) == (len(local), rank)
                 expected = [agree(g, h, len(hosts)) for h in range(len(hosts))]
                 assert [peer is not None for peer in mine.agreement] == expected
                 assert len(mine.rails) == slices
@@ -142,10 +143,11 @@ def test_every_local_rank_can_wake_every_other() -> None:
     with ExitStack() as stack:
         for local in by_host(linked(LAYOUTS["1+2+4"], stack)):
             for ringing, woken in itertools.product(local, local):
-                os.eventfd_write(ringing.bells[woken.local_rank], 1 + ringing.local_rank)
-                assert os.eventfd_read(woken.bells[woken.local_rank]) == 1 + ringing.local_rank
+                caller, called = ringing.layout.local_rank, woken.layout.local_rank
+                os.eventfd_write(ringing.bells[called], 1 + caller)
+                assert os.eventfd_read(woken.bells[called]) == 1 + caller
                 with pytest.raises(BlockingIOError):
-                    os.eventfd_read(woken.bells[woken.local_rank])
+                    os.eventfd_read(woken.bells[called])
 
 
 def test_sockets_neither_block_nor_pass_to_other_programs() -> None:
@@ -163,7 +165,7 @@ def test_agreement_connections_are_made_if_wanted() -> None:
     with ExitStack() as stack:
         for each in linked(LAYOUTS["3+1"], stack, agreement=False):
             assert each.agreement == [None, None]
-            assert len(each.bells) == each.local_size
+            assert len(each.bells) == each.layout.local_size
 
 
 def test_a_closed_rank_ends_its_rails_and_no_agreement_that_others_share() -> None:
@@ -179,7 +181,7 @@ def test_a_closed_rank_ends_its_rails_and_no_agreement_that_others_share() -> No
 
 
 def test_ranks_of_one_host_need_no_links() -> None:
-    assert open_on([5, 5, 5]) == [NoLinks("all ranks are on one host", expected=True)] * 3
+    assert open_on([5, 5, 5]) == [Unavailable("all ranks are on one host", expected=True)] * 3
 
 
 def test_ipv6() -> None:
@@ -187,7 +189,7 @@ def test_ipv6() -> None:
         pytest.skip("no IPv6 on this host")
     with ExitStack() as stack:
         for each in linked(LAYOUTS["2x2"], stack, LinkOptions(("::1",), LONG)):
-            peer = each.agreement[1 - each.host]
+            peer = each.agreement[1 - each.layout.host]
             assert peer is not None
             assert peer.family == socket.AF_INET6
             assert peer.getpeername()[0] == "::1"
@@ -201,7 +203,7 @@ def test_a_range_of_ports() -> None:
     ports = range(20_000, 20_200)  # below the kernel's own
     with ExitStack() as stack:
         for each in linked(LAYOUTS["2x2"], stack, LinkOptions(("127.0.0.1",), LONG, ports=ports)):
-            peer = each.agreement[1 - each.host]
+            peer = each.agreement[1 - each.layout.host]
             assert peer is not None
             assert {peer.getsockname()[1], peer.getpeername()[1]} & set(ports)
 

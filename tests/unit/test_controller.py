@@ -106,7 +106,7 @@ def test_forty_changes_of_shape_under_one_name() -> None:
     for step in range(40):
         for ends in network.everywhere([allreduce("x", (step,))]):
             assert ends[0].response.request.shape == (step,)
-    assert len(network.coordinator._sets[0].cache) == 1
+    assert len(network.coordinator._sets[0].cache._slots) == 1
     network.check_all()
 
 
@@ -124,7 +124,7 @@ def test_three_thousand_names_with_a_cache_of_1024() -> None:
     for _ in range(2):
         ends = network.everywhere(requests)
         assert all(len(each) == 3000 for each in ends)
-    assert len(network.coordinator._sets[0].cache) == 1024
+    assert len(network.coordinator._sets[0].cache._slots) == 1024
     ends = network.everywhere(requests[-500:])
     assert network.answered[-1].responses == [], "the most recent ones are still there"
     network.check_all()

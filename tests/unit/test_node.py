@@ -29,7 +29,6 @@ from pyhvd.negotiation.messages import (
     decode_requests,
     decode_responses,
     encode,
-    encode_out_of_band,
     pack_ranks,
     unpack_ranks,
 )
@@ -294,7 +293,7 @@ def test_out_of_band_messages_go_to_rank_0_directly() -> None:
         ((target, payload, _),) = other.sent
         assert (target, decode_out_of_band(payload, 7)) == (0, told)
     rank_0 = Harness(hosts=HOSTS)
-    rank_0.node.take(3, encode_out_of_band(told), 0.0)
+    rank_0.node.take(3, encode(told), 0.0)
     rank_0.node.tell_rank_0(told, 0.0)
     assert rank_0.coordinator is not None
     assert rank_0.coordinator.recalled == [told, told]
@@ -304,7 +303,7 @@ def test_out_of_band_messages_go_to_rank_0_directly() -> None:
 def test_other_out_of_band_messages_have_no_place_in_the_order() -> None:
     rank_1, rank_0 = Harness(rank=1), Harness()
     question, note = StackRequest(PROTOCOL_VERSION, 7), StillInRound(PROTOCOL_VERSION, 0, "p.")
-    rank_1.node.take(0, encode_out_of_band(question), 2.0)
+    rank_1.node.take(0, encode(question), 2.0)
     rank_0.node.tell_rank_0(note, 3.0)
     assert rank_1.asides == [(0, question, 2.0)]
     assert rank_0.asides == [(0, note, 3.0)]

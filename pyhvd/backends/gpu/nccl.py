@@ -16,25 +16,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from pyhvd.backends.gpu.nccl_bindings import Library, Terms, reduction
-from pyhvd.backends.host import rows_of
+from pyhvd.backends.host import shares_of
 from pyhvd.devices.base import DeviceBackend, DeviceContext, DeviceView, DeviceViews, Memory, Span
 from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
 from pyhvd.dtypes import Code, ReduceSpec
 from pyhvd.errors import TransportError
+from pyhvd.transport.fabric import PerRank
 
 KEPT = 128 * 1024 * 1024
 """Bytes; a larger buffer returns to the device's pool after use."""
 
 
+@dataclass(eq=False)
 class NcclBackend:
     """Runs agreed collectives by NCCL; implements :class:`pyhvd.devices.base.DeviceBackend`.
 
@@ -43,7 +45,7 @@ class NcclBackend:
 
     Parameters
     ----------
-    communicator : cupy.cuda.nccl.NcclCommunicator
+    comm : cupy.cuda.nccl.NcclCommunicator
         Owned.
     rank, size : int
         This set rank, and the number of ranks.
@@ -57,25 +59,23 @@ class NcclBackend:
 
     name = "NCCL"
 
-    def __init__(
-        self,
-        communicator: Any,
-        rank: int,
-        size: int,
-        context: DeviceContext,
-        library: Library,
-        by_host: Callable[[], DeviceBackend],
-    ) -> None:
+    comm: Any
+    rank: int
+    size: int
+    context: InitVar[DeviceContext]
+    library: Library
+    by_host: Callable[[], DeviceBackend]
+    _buffer: Memory | None = None
+    _broken: str = ""
+    # The watchdog's thread may abort while the runtime's thread closes.
+    _ending: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self, context: DeviceContext) -> None:
         assert context.packer is not None  # usable_version() raises an error for a device without a packer
-        self.rank, self.size, self.stream = rank, size, context.stream
-        self._comm = communicator
+        self.stream = context.stream
         self._device, self._packer = context.device, context.packer
-        self._library = library
-        self._byte = library.NCCL_UINT8
-        self._buffer: Memory | None = None
-        self._broken = ""
-        self._ending = threading.Lock()  # the watchdog's thread may abort while the runtime's thread closes
-        self._by_host = functools.cache(by_host)
+        self._byte = self.library.NCCL_UINT8
+        self._by_host = functools.cache(self.by_host)
 
     # -- reductions ----------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class NcclBackend:
         self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         """Reduce fused tensors in one buffer, or a single tensor in place."""
-        terms = reduction(self._library, spec.info.code, spec.op)  # the same on all ranks
+        terms = reduction(self.library, spec.info.code, spec.op)  # the same on all ranks
         if terms is None:
             self._by_host().allreduce(sources, targets, counts, spec)
             return
@@ -96,7 +96,7 @@ class NcclBackend:
                 if spec.prescale != 1.0:
                     given = target.ptr
                     self._scale(source.ptr, given, count, spec.info.code, spec.prescale)
-                self._reduce(self._comm.allReduce, given, target.ptr, count, terms)
+                self._reduce(self.comm.allReduce, given, target.ptr, count, terms)
                 self._scale(target.ptr, target.ptr, count, spec.info.code, spec.postscale)
                 return
             offsets, total = lay_out(counts, spec.info.itemsize)
@@ -104,7 +104,7 @@ class NcclBackend:
                 total = counts[0]  # the same count as on ranks that reduce directly
             with self._room(total * spec.info.itemsize) as buffer:
                 self._pack(buffer, offsets, _addresses(sources), counts, spec)
-                self._reduce(self._comm.allReduce, buffer, buffer, total, terms)
+                self._reduce(self.comm.allReduce, buffer, buffer, total, terms)
                 self._unpack(buffer, offsets, targets, counts, spec)
 
     def reducescatter(
@@ -114,29 +114,26 @@ class NcclBackend:
 
         Fused tensors are packed into one block per rank; all blocks have the longest one's length.
         """
-        terms = reduction(self._library, spec.info.code, spec.op)  # the same on all ranks
+        terms = reduction(self.library, spec.info.code, spec.op)  # the same on all ranks
         if terms is None:
             self._by_host().reducescatter(sources, targets, shapes, spec)
             return
         info = spec.info
-        rows = [math.prod(shape[1:]) for shape in shapes]
-        sizes = [rows_of(shape[0], self.size) for shape in shapes]
-        parts = [[n * row for n in each] for each, row in zip(sizes, rows, strict=True)]
+        parts, starts = shares_of(shapes, self.size)
         with self._guarded():
             if len(shapes) == 1:
                 self._scatter_one(sources[0], targets[0], parts[0], spec, terms)
                 return
             offsets, block = lay_out([max(part) for part in parts], info.itemsize)
             ptrs = _addresses(sources)
-            starts = [[0, *itertools.accumulate(part)][: self.size] for part in parts]
-            firsts = np.array(starts, np.int64).T * info.itemsize
+            firsts = np.array(starts, np.int64)[:, :-1].T * info.itemsize
             counts = np.array(parts, np.int64).T.reshape(-1)
             where = (offsets + block * np.arange(self.size)[:, None]).reshape(-1)
             froms = np.where(ptrs, ptrs + firsts, 0).reshape(-1)
             with self._room(block * self.size * info.itemsize) as buffer:
                 out = buffer + block * self.rank * info.itemsize
                 self._pack(buffer, where, froms, counts, spec)
-                self._reduce(self._comm.reduceScatter, buffer, out, block, terms)
+                self._reduce(self.comm.reduceScatter, buffer, out, block, terms)
                 mine = [part[self.rank] for part in parts]
                 self._unpack(out, offsets, targets, mine, spec)
 
@@ -175,20 +172,18 @@ class NcclBackend:
     def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], itemsize: int, terms: Terms) -> None:
         """Reduce each rank's rows of one tensor to that rank, without a buffer."""
         if len(set(parts)) == 1:
-            self._reduce(self._comm.reduceScatter, send, recv, parts[0], terms)
+            self._reduce(self.comm.reduceScatter, send, recv, parts[0], terms)
             return
         kind, how, numbers = terms
         with self._group():
             for root, count in enumerate(parts):
                 if count:
-                    self._comm.reduce(send, recv, count * numbers, kind, how, root, self.stream)
+                    self.comm.reduce(send, recv, count * numbers, kind, how, root, self.stream)
                 send += count * itemsize
 
     # -- the other collectives -----------------------------------------------------------------------
 
-    def allgather(
-        self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[Sequence[int]]
-    ) -> None:
+    def allgather(self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[PerRank]) -> None:
         """Concatenate; rank r's block of tensor i has ``counts[i][r]`` bytes."""
         uneven = [i for i, each in enumerate(counts) if len(set(each)) > 1]
         even = [i for i, each in enumerate(counts) if len(set(each)) == 1 and each[0]]
@@ -197,7 +192,7 @@ class NcclBackend:
                 for i in even:
                     source, nbytes = sources[i], counts[i][0]
                     assert source is not None  # a rank that has joined has a count of 0, so counts are uneven
-                    self._comm.allGather(source.ptr, targets[i].ptr, nbytes, self._byte, self.stream)
+                    self.comm.allGather(source.ptr, targets[i].ptr, nbytes, self._byte, self.stream)
             for i in uneven:
                 source, nbytes = sources[i], counts[i][self.rank]
                 if source is not None and nbytes:
@@ -214,11 +209,9 @@ class NcclBackend:
         """Copy the root's bytes to all ranks."""
         with self._guarded():
             if buffer.nbytes:
-                self._comm.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, self._byte, root, self.stream)
+                self.comm.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, self._byte, root, self.stream)
 
-    def alltoall(
-        self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoall(self, send: Span, send_counts: PerRank, recv: Span, recv_counts: PerRank) -> None:
         """Send the r-th block to rank r; blocks are contiguous, counts are bytes."""
         out, into = _places(send.ptr, send_counts), _places(recv.ptr, recv_counts)
         me = self.rank
@@ -228,16 +221,14 @@ class NcclBackend:
             with self._group():
                 self._exchange(out, send_counts, into, recv_counts)
 
-    def _exchange(
-        self, out: Sequence[int], given: Sequence[int], into: Sequence[int], taken: Sequence[int]
-    ) -> None:
+    def _exchange(self, out: PerRank, given: PerRank, into: PerRank, taken: PerRank) -> None:
         """Queue the sends to, and receives from, all other ranks; called inside a group."""
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             if given[to]:
-                self._comm.send(out[to], given[to], self._byte, to, self.stream)
+                self.comm.send(out[to], given[to], self._byte, to, self.stream)
             if taken[source]:
-                self._comm.recv(into[source], taken[source], self._byte, source, self.stream)
+                self.comm.recv(into[source], taken[source], self._byte, source, self.stream)
 
     # -- failure and closing ------------------------------------------------------------------------
 
@@ -250,7 +241,7 @@ class NcclBackend:
             Queued work has failed, and the communicator is aborted.
         """
         with self._guarded():
-            self._comm.check_async_error()
+            self.comm.check_async_error()
 
     def abort(self, why: str) -> None:
         """End the queued work, and make later calls fail; not collective.
@@ -259,7 +250,7 @@ class NcclBackend:
         """
         if self._is_first_to_end(why):
             with suppress(Exception):  # a failed communicator may raise its error again
-                self._comm.abort()
+                self.comm.abort()
 
     def close(self) -> None:
         """Free communicator and buffer; collective. Queued work must be done."""
@@ -267,7 +258,7 @@ class NcclBackend:
         if self._by_host.cache_info().currsize:
             self._by_host().close()
         if self._is_first_to_end("it has been closed"):
-            self._comm.destroy()
+            self.comm.destroy()
 
     def _is_first_to_end(self, why: str) -> bool:
         """Return True to the first caller only, which must then end the communicator."""
@@ -292,14 +283,14 @@ class NcclBackend:
     @contextmanager
     def _group(self) -> Iterator[None]:
         """Group the NCCL calls inside; always end the group."""
-        self._library.groupStart()
+        self.library.groupStart()
         try:
             yield
         except BaseException:
             with suppress(Exception):
-                self._library.groupEnd()
+                self.library.groupEnd()
             raise
-        self._library.groupEnd()
+        self.library.groupEnd()
 
     # -- memory ----------------------------------------------------------------------------------------
 

@@ -10,10 +10,7 @@ from typing import Any, Protocol
 from pyhvd.dtypes import Code, ReduceOp
 
 # NCCL has our names of element types, and no 16-bit integers.
-_NUMBERS = frozenset(Code) - {
-    *(Code.UINT16, Code.INT16, Code.BOOL),
-    *(Code.COMPLEX64, Code.COMPLEX128),
-}
+_NUMBERS = frozenset(Code) - {Code.UINT16, Code.INT16, Code.BOOL, Code.COMPLEX64, Code.COMPLEX128}
 _OPS = {
     ReduceOp.SUM: "NCCL_SUM",
     ReduceOp.PRODUCT: "NCCL_PROD",

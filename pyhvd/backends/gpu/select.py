@@ -15,7 +15,7 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.common.kernel import boot_id
 from pyhvd.common.text import describe_ranks, list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
-from pyhvd.transport.fabric import allgather_bytes, decode_from
+from pyhvd.transport.fabric import allgather_decoded
 
 _log = logging.getLogger("pyhvd")
 
@@ -51,9 +51,7 @@ def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[in
     Set rank 0 logs the choice and, if it is not NCCL, the reason. ``host`` is the set's backend for arrays in
     host memory; ``members`` are the set's global ranks.
     """
-    mine = msgspec.msgpack.encode(_describe(context.device))
-    gathered = enumerate(allgather_bytes(host.fabric, mine))
-    ranks = [decode_from(rank, data, _rank_decoder.decode, "its device") for rank, data in gathered]
+    ranks = allgather_decoded(host.fabric, _describe(context.device), _rank_decoder, "its device")
     by_host = partial(StagedBackend, host, context)
     reason = why_not_nccl(ranks, members)
     if not reason:

@@ -8,17 +8,17 @@ same bits as from host memory. Pieces follow from what all ranks know, so they a
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from pyhvd.arrays import Bytes, TensorView
-from pyhvd.backends.host import HostBackend, Window, rows_of, windows
+from pyhvd.backends.host import HostBackend, Window, shares_of, windows
 from pyhvd.devices.base import DeviceContext, DeviceView, DeviceViews, Memory, Span
 from pyhvd.devices.pack_plan import Words, lay_out
 from pyhvd.devices.staging_pipeline import Pipeline, StagedCopy, TransferPiece
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp, ReduceSpec
+from pyhvd.transport.fabric import PerRank
 
 _BYTE = BY_CODE[Code.UINT8]
 
@@ -61,9 +61,9 @@ class StagedBackend:
         """Reduce fused tensors; several share a buffer."""
         froms, tos = _present(sources), _present(targets)
         info = spec.info
-        offsets, total = (
-            lay_out(counts, info.itemsize) if len(counts) > 1 else (np.zeros(1, np.int64), counts[0])
-        )
+        offsets, total = lay_out(counts, info.itemsize)
+        if len(counts) == 1:
+            total = counts[0]
         down, up = (froms[0].ptr, tos[0].ptr) if froms else (0, 0)
         if froms and len(counts) > 1:
             down = up = self._fusion_buffer(total * info.itemsize)
@@ -75,13 +75,7 @@ class StagedBackend:
             self._host.allreduce([source], [target], [count], spec)
 
         self._pipeline.run(
-            TransferPiece(
-                reduce,
-                nbytes,
-                nbytes,
-                [StagedCopy(0, down + first, nbytes)] if froms else [],
-                [StagedCopy(0, up + first, nbytes)] if froms else [],
-            )
+            TransferPiece(reduce, nbytes, nbytes, _whole(down, first, nbytes), _whole(up, first, nbytes))
             for first, nbytes in self._walk(total * info.itemsize, info.itemsize, self._host.piece_size)
         )
         if froms and len(counts) > 1:
@@ -95,9 +89,7 @@ class StagedBackend:
         In a piece all ranks' blocks have one length; bytes beyond a rank's last row are unused.
         """
         froms, tos = _present(sources), _present(targets)
-        rows = [math.prod(shape[1:]) for shape in shapes]
-        parts = [[n * rows[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
-        starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
+        parts, starts = shares_of(shapes, self.size)
         info, item = spec.info, spec.info.itemsize
 
         def step(window: Window) -> TransferPiece:
@@ -113,12 +105,11 @@ class StagedBackend:
             lengths = [n for _, _, n in window]
 
             def reduce(given: Bytes, result: Bytes) -> None:
+                whole, joined = [n * self.size for n in lengths], [None] * len(lengths)
                 self._host.reducescatter(
-                    _cut(given, [n * self.size * item for n in lengths], info)
-                    if froms
-                    else [None] * len(lengths),
-                    _cut(result, [n * item for n in lengths], info) if froms else [None] * len(lengths),
-                    [(n * self.size,) for n in lengths],
+                    _cut(given, [n * item for n in whole], info) if froms else joined,
+                    _cut(result, [n * item for n in lengths], info) if froms else joined,
+                    [(n,) for n in whole],
                     spec,
                 )
 
@@ -130,9 +121,7 @@ class StagedBackend:
 
     # -- the other collectives -----------------------------------------------------------------------
 
-    def allgather(
-        self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[Sequence[int]]
-    ) -> None:
+    def allgather(self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[PerRank]) -> None:
         """Concatenate the ranks' blocks."""
         starts = [list(itertools.accumulate(each, initial=0)) for each in counts]
 
@@ -167,20 +156,16 @@ class StagedBackend:
         def send(given: Bytes, received: Bytes) -> None:
             self._host.broadcast(given if mine else received, root)
 
-        self._pipeline.run(
-            TransferPiece(
-                send,
-                nbytes if mine else 0,
-                0 if mine else nbytes,
-                [StagedCopy(0, buffer.ptr + first, nbytes)] if mine else [],
-                [] if mine else [StagedCopy(0, buffer.ptr + first, nbytes)],
-            )
-            for first, nbytes in self._walk(buffer.nbytes, 1, self._host.pieces.staging_size)
-        )
+        def step(first: int, nbytes: int) -> TransferPiece:
+            copies = _whole(buffer.ptr, first, nbytes)
+            if mine:
+                return TransferPiece(send, nbytes, 0, down=copies)
+            return TransferPiece(send, 0, nbytes, up=copies)
 
-    def alltoall(
-        self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
-    ) -> None:
+        spans = self._walk(buffer.nbytes, 1, self._host.pieces.staging_size)
+        self._pipeline.run(step(first, nbytes) for first, nbytes in spans)
+
+    def alltoall(self, send: Span, send_counts: PerRank, recv: Span, recv_counts: PerRank) -> None:
         """Send the r-th block to rank r; the longest block of all ranks sets the number of pieces."""
         share = self._share(1)
         longest = np.empty(self.size, np.int64)
@@ -220,27 +205,28 @@ class StagedBackend:
         return self._buffer.ptr
 
     def _gather(self, buffer: int, offsets: Words, sources: Sequence[DeviceView], info: DtypeInfo) -> None:
-        code, stream = info.code, self.stream
         if self._packer is not None:
-            ptrs, counts = _table(sources)
-            self._packer.pack(buffer, offsets, ptrs, counts, code, ReduceOp.SUM, 1.0, stream)
+            self._packer.pack(buffer, offsets, *_table(sources), info.code, ReduceOp.SUM, 1.0, self.stream)
             return
         for first, view in zip(offsets.tolist(), sources, strict=True):
-            self._device.copy(buffer + first * info.itemsize, view.ptr, view.nbytes, stream)
+            self._device.copy(buffer + first * info.itemsize, view.ptr, view.nbytes, self.stream)
 
     def _scatter(self, buffer: int, offsets: Words, targets: Sequence[DeviceView], info: DtypeInfo) -> None:
-        code, stream = info.code, self.stream
         if self._packer is not None:
-            ptrs, counts = _table(targets)
-            self._packer.unpack(buffer, offsets, ptrs, counts, code, 1.0, stream)
+            self._packer.unpack(buffer, offsets, *_table(targets), info.code, 1.0, self.stream)
             return
         for first, view in zip(offsets.tolist(), targets, strict=True):
-            self._device.copy(view.ptr, buffer + first * info.itemsize, view.nbytes, stream)
+            self._device.copy(view.ptr, buffer + first * info.itemsize, view.nbytes, self.stream)
 
 
 def _present(views: DeviceViews) -> list[DeviceView]:
     """Return all views, or none if this rank has joined."""
     return [view for view in views if view is not None]
+
+
+def _whole(ptr: int, first: int, nbytes: int) -> list[StagedCopy]:
+    """Return the copy of a whole slot from byte ``first`` of memory on, or none if this rank has joined."""
+    return [StagedCopy(0, ptr + first, nbytes)] if ptr else []
 
 
 def _table(views: Sequence[DeviceView]) -> tuple[Words, Words]:

@@ -9,6 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,26 +19,24 @@ from pyhvd.transport.control import Bell, Message
 from pyhvd.transport.tree import Tree
 
 
+@dataclass(slots=True, eq=False)
 class _MpiSending:
     """A message that MPI is sending; calls ``ring`` once when MPI has sent it."""
 
-    __slots__ = ("_gone", "_payload", "_request", "_ring")
-
-    def __init__(self, request: MPI.Request, payload: bytes, ring: Callable[[], None]) -> None:
-        self._request = request
-        self._payload = payload  # MPI reads it until it is sent
-        self._ring = ring
-        self._gone = False
+    request: MPI.Request
+    payload: bytes  # MPI reads it until it is sent
+    ring: Callable[[], None]
+    is_gone: bool = False
 
     def gone(self) -> bool:
         """Return whether MPI has sent the message.
 
         The call that finds it sent rings the receiver, as this rank may leave MPI right after it.
         """
-        if not self._gone and self._request.Test():
-            self._gone = True
-            self._ring()
-        return self._gone
+        if not self.is_gone and self.request.Test():
+            self.is_gone = True
+            self.ring()
+        return self.is_gone
 
 
 class MpiTransport:

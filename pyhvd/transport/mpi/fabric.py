@@ -22,9 +22,9 @@ from mpi4py import MPI
 
 from pyhvd.arrays import Bytes, address
 from pyhvd.native.shared_memory import HUGE, Mapping
-from pyhvd.transport.arena import Arena, NoArena
-from pyhvd.transport.fabric import Fabric
-from pyhvd.transport.shm import LINE, NoWindow, Segment, aligned
+from pyhvd.transport.arena import Arena
+from pyhvd.transport.fabric import Fabric, PerRank, Unavailable
+from pyhvd.transport.shm import LINE, Segment, aligned
 
 LARGEST = 1 << 30
 """Most bytes of one MPI message or collective buffer: MPI's counts are C ints."""
@@ -42,7 +42,7 @@ class MpiFabric:
         """Gather small blocks of one length (see ``host.FLAT``)."""
         self.comm.Allgather([send, MPI.BYTE], [recv, MPI.BYTE])
 
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
+    def allgatherv(self, buffer: Bytes, counts: PerRank) -> None:
         """Gather in place."""
         if sum(counts) <= LARGEST:
             self.comm.Allgatherv(MPI.IN_PLACE, [buffer, counts, _starts(counts), MPI.BYTE])
@@ -51,16 +51,12 @@ class MpiFabric:
         _, mine = blocks.pop(self.rank)
         self._sendrecv([(r, mine) for r, _ in blocks], blocks)
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r, with less than 2**31 bytes per rank."""
         out, into = _starts(send_counts), _starts(recv_counts)
         self.comm.Alltoallv([send, send_counts, out, MPI.BYTE], [recv, recv_counts, into, MPI.BYTE])
 
-    def exchange(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
+    def exchange(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r; blocks of any size."""
         out = list(enumerate(_blocks(send, send_counts)))
         into = list(enumerate(_blocks(recv, recv_counts)))
@@ -126,7 +122,7 @@ _ADDRESSES = 1 << 46
 """Most bytes of address space for all arenas of a node."""
 
 
-def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
+def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | Unavailable:
     """Return memory that the ranks of a fabric share if they are all on one node; collective.
 
     Each rank allocates its own area: the pages lie on its NUMA node, and a lack of memory shows at once. A
@@ -139,19 +135,19 @@ def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
     node = fabric.comm.Split_type(MPI.COMM_TYPE_SHARED, key=fabric.rank)
     try:
         if not fabric.comm.allreduce(node.Get_size() == fabric.size, MPI.LAND):
-            return NoWindow("they are on several nodes", expected=True)
+            return Unavailable("they are on several nodes", expected=True)
     finally:
         node.Free()
     shared = _share_file(fabric, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return NoWindow(shared) if isinstance(shared, str) else Segment(shared.starts, shared.memory)
+    return Unavailable(shared) if isinstance(shared, str) else Segment(shared.starts, shared.memory)
 
 
-def open_mpi_arena(fabric: Fabric) -> Arena | NoArena:
+def open_mpi_arena(fabric: Fabric) -> Arena | Unavailable:
     """Return shared memory for the arrays of a fabric's ranks, all on one node; collective."""
     assert isinstance(fabric, MpiFabric)
     shared = _share_file(fabric, 0)
     if isinstance(shared, str):
-        return NoArena(shared)
+        return Unavailable(shared)
     return Arena(fabric.rank, shared.starts, shared.nbytes, shared.claim, shared.release, shared.memory)
 
 

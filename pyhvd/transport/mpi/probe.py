@@ -40,14 +40,10 @@ def main() -> None:
     from mpi4py import MPI
 
     tell("init", library=MPI.Get_library_version(), path=library_path())
-    level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    names = {
-        MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
-        MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
-        MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
-        MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
-    }
-    tell("finalize", threads=names[level])
+    granted = MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    levels = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+    names = {getattr(MPI, level): f"MPI_{level}" for level in levels}
+    tell("finalize", threads=names[granted])
     MPI.Finalize()
     tell("done")
 

@@ -16,6 +16,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
@@ -61,7 +62,6 @@ class Connection:
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = peer
         self._session = session
-        self._out = session.take_outgoing()
         self.open = True
         self.heard = time.monotonic()
         self.began = self.heard
@@ -84,33 +84,30 @@ class Connection:
     @property
     def wants_write(self) -> bool:
         """Whether there are unsent bytes."""
-        return bool(self._out)
+        return bool(self._session.outgoing)
 
     @property
     def full(self) -> bool:
         """Whether there are so many unsent bytes that sources of messages should pause."""
-        return len(self._out) > _FULL
+        return len(self._session.outgoing) > _FULL
 
     def send(self, payload: bytes) -> None:
         """Queue one message, and send without blocking; only reading notices a lost peer."""
         self._session.send(payload)
-        outgoing = self._session.take_outgoing()
-        if self._out:
-            self._out += outgoing
-        else:
-            self._out = outgoing
         self.pump_out()
 
     def pump_out(self) -> None:
         """Send without blocking."""
+        out = self._session.outgoing
         try:
-            while self._out:
-                sent = self._socket.send(memoryview(self._out)[:_CHUNK])
-                del self._out[:sent]
+            while out:
+                with memoryview(out)[:_CHUNK] as piece:  # released also where an error keeps a reference
+                    sent = self._socket.send(piece)
+                del out[:sent]
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            self._out.clear()
+            out.clear()
 
     def pump_in(self) -> list[bytes]:
         """Return the messages that have arrived; clear `open` at the end of the connection.
@@ -137,18 +134,17 @@ class Connection:
             self.open = False
             raise
         self.spoken = self.spoken or bool(messages)
-        self._out += self._session.take_outgoing()
         self.pump_out()
         return messages
 
     def drain(self, timeout: float) -> None:
         """Send all unsent bytes; give up after `timeout` s without progress."""
         until = time.monotonic() + timeout
-        while self._out and (left := until - time.monotonic()) > 0:
+        while self._session.outgoing and (left := until - time.monotonic()) > 0:
             self._wait(select.POLLOUT, left)
-            before = len(self._out)
+            before = len(self._session.outgoing)
             self.pump_out()
-            if len(self._out) < before:
+            if len(self._session.outgoing) < before:
                 until = time.monotonic() + timeout
 
     def shake_hands(self, timeout: float) -> None:
@@ -194,7 +190,7 @@ class Connection:
     def close(self) -> None:
         """Close the connection; drop unsent bytes."""
         self.open = False
-        self._out.clear()
+        self._session.outgoing.clear()
         self._socket.close()
 
     def detach(self) -> socket.socket:
@@ -287,6 +283,7 @@ def new_key() -> bytes:
     return os.urandom(32)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Secret:
     """A key, a new one by default, that neither repr, nor str, nor an error's text shows.
 
@@ -294,17 +291,8 @@ class Secret:
     line of each agent's stdin.
     """
 
-    __slots__ = ("_key",)
-
-    def __init__(self, key: bytes | None = None) -> None:
-        self._key = new_key() if key is None else key
+    _key: bytes = field(default_factory=new_key)
 
     def reveal(self) -> bytes:
         """Return the key."""
         return self._key
-
-    def __repr__(self) -> str:
-        return "<Secret>"
-
-    def __reduce__(self) -> tuple[type[Secret], tuple[bytes]]:
-        return Secret, (self._key,)

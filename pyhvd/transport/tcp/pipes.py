@@ -45,16 +45,14 @@ class PipePair:
 
     def send(self, data: memoryview | bytes) -> int:
         """Write some of the data; return how many bytes."""
+        full = False
         try:
-            sent = os.write(self.writer, data)
+            return os.write(self.writer, data)
         except BlockingIOError:
-            self._wait(wanted=True)
+            full = True
             raise
-        except OSError:
-            self._wait(wanted=False)
-            raise
-        self._wait(wanted=False)
-        return sent
+        finally:
+            self._wait(wanted=full)
 
     def recv(self, size: int) -> bytes:
         """Read at most so many bytes."""
@@ -65,10 +63,8 @@ class PipePair:
         self._wait(wanted=False)
         if self.writer >= 0:
             os.close(self.writer)
-            self.writer = -1
-        if self._reader >= 0:
             os.close(self._reader)
-            self._reader = -1
+            self.writer = self._reader = -1
             self._events.close()
 
     def _wait(self, *, wanted: bool) -> None:

@@ -72,6 +72,8 @@ class Session:
         Whether the peer has proved that it holds the key.
     skipped : bytes
         What has arrived before the peer's magic.
+    outgoing : bytearray
+        The bytes to send; who sends them removes them.
     """
 
     def __init__(self, key: bytes, role: Role, skip: int = 0) -> None:
@@ -85,21 +87,12 @@ class Session:
         self._nonce = os.urandom(_NONCE)
         self._peer_nonce: bytes | None = None
         self._in = bytearray()
-        self._out = bytearray(_MAGIC + self._nonce if role is Role.CLIENT else b"")
+        self.outgoing = bytearray(_MAGIC + self._nonce if role is Role.CLIENT else b"")
         self._send_key = b""
         self._receive_key = b""
         self._sent = 0
         self._received = 0
         self._broken = False
-
-    def __repr__(self) -> str:
-        state = "broken" if self._broken else "authenticated" if self.authenticated else "new"
-        return f"<Session {self._role.name.lower()} {state}>"
-
-    def take_outgoing(self) -> bytearray:
-        """Remove and return the bytes to send."""
-        out, self._out = self._out, bytearray()
-        return out
 
     def send(self, payload: bytes) -> None:
         """Add one message to the bytes to send.
@@ -117,8 +110,8 @@ class Session:
             raise ValueError(f"the message has {len(payload)} bytes; at most {MAX_RECORD} can be sent")
         mac = _record_mac(self._send_key, self._sent, payload)
         self._sent += 1
-        self._out += _LENGTH.pack(len(payload)) + mac
-        self._out += payload
+        self.outgoing += _LENGTH.pack(len(payload)) + mac
+        self.outgoing += payload
 
     def receive(self, data: bytes | bytearray) -> list[bytes]:
         """Process received bytes; return the complete messages.
@@ -139,7 +132,7 @@ class Session:
         except ChannelError:
             self._broken = True
             self._in.clear()
-            self._out.clear()
+            self.outgoing.clear()
             raise
 
     def end(self) -> None:
@@ -158,7 +151,7 @@ class Session:
             if hello is None:
                 return False
             self._peer_nonce = hello[len(_MAGIC) :]
-            self._out += self._prove(self._role) if self._role is Role.CLIENT else _MAGIC + self._nonce
+            self.outgoing += self._prove(self._role) if self._role is Role.CLIENT else _MAGIC + self._nonce
             return True
         proof = self._take(_MAC)
         if proof is None:
@@ -166,7 +159,7 @@ class Session:
         if not hmac.compare_digest(proof, self._prove(self._role.other)):
             raise ChannelError("the peer does not hold this job's key")
         if self._role is Role.SERVER:
-            self._out += self._prove(self._role)
+            self.outgoing += self._prove(self._role)
         self._send_key = self._derive(b"records from " + self._role.value)
         self._receive_key = self._derive(b"records from " + self._role.other.value)
         self._key = b""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 
@@ -29,12 +28,7 @@ def places(layout: Sequence[int]) -> list[list[int]]:
 
 
 def run(window: shared_memory.Window, moves: Iterable[Move]) -> bool:
-    return all(
-        window.move(
-            each.sources, each.targets, each.lanes, each.out, each.into, each.single, each.room, each.chunks
-        )
-        for each in moves
-    )
+    return all(window.move(*each) for each in moves)
 
 
 def gather(window: shared_memory.Window, layout: MoveLayout, blocks: list[Array], rank: int) -> Array:
@@ -63,7 +57,7 @@ def alltoall(
     at, own = sum(len(blocks[q][rank]) for q in range(rank)), blocks[rank][rank]
     recv[at : at + len(own)] = own
     moves = layout.alltoall(address(send), address(recv), table, window.chunk)
-    assert run(window, [dataclasses.replace(each, chunks=chunks) for each in moves])
+    assert run(window, [each._replace(chunks=chunks) for each in moves])
     return recv
 
 

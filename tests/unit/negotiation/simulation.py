@@ -17,6 +17,7 @@ from pyhvd.controller import Coordinator, Worker
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.leader import Leader
+from pyhvd.negotiation.message_table import MessageTable
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     MergedList,
@@ -32,6 +33,7 @@ from pyhvd.negotiation.messages import (
     iter_bits,
     unpack_ranks,
 )
+from pyhvd.negotiation.response_cache import Group, group_of
 from pyhvd.transport.tree import Tree
 
 Key = tuple[int, str]
@@ -271,7 +273,7 @@ class Network:
     def validate(self) -> None:
         """Check the invariants of every message table; runs after each event."""
         for table in self.coordinator._sets.values():
-            table.validate()
+            check_invariants(table)
 
     def check_slots(self) -> None:
         """Check that the coordinator's slots equal the ranks' slots when no message is under way."""
@@ -368,3 +370,34 @@ class TreeNetwork(Network):
         """Return the steps that are possible next, the simplest first."""
         due = [rank for rank, leader in self.leaders.items() if leader.due is not None]
         return [*super().moves(), *(partial(self.flush, rank) for rank in due)]
+
+
+def check_invariants(table: MessageTable) -> None:
+    """Raise AssertionError if an invariant of :mod:`pyhvd.negotiation.message_table` does not hold."""
+    hits = table._hits.anyone()
+    delegated = table._delegation.delegated if table._delegation is not None else 0
+    for slot in iter_bits(hits | delegated):
+        assert table._is_untouched(table.cache[slot].first), f"1, 2, 3: {table.cache[slot].name}"
+    assert not hits & delegated, "2"
+    listed: dict[Group, set[str]] = {}
+    for name, entry in table._entries.items():
+        assert entry.ranks, f"4: {name} has no request"
+        assert sorted(rank for rank, _ in entry.by_rank()) == iter_bits(entry.ranks), f"4: {name}"
+        assert all(ranks and not ranks & ~entry.ranks for ranks, _ in entry.deferred), f"4: {name}"
+        assert all(entry.requests.values()), f"4: {name}"
+        for request in entry.requests:
+            if group := group_of(request):
+                listed.setdefault(group, set()).add(name)
+        is_ready = any(name in names for names in table._group_ready.values())
+        assert is_ready == (not table.live & ~entry.ranks), f"6, 7: {name}"
+    assert table._groups == listed, "5"
+    for group, ready in table._group_ready.items():
+        assert 0 < len(ready) < group[1], f"6: {group}"
+        assert ready <= listed[group], f"6: {group}"
+    assert not table.live & ~table.members, "8"
+    assert table.live or table.set_id != GLOBAL_SET, "8"
+    assert not (table.joined and (hits or delegated)), "3"
+    for calls in table._failed.by_key.values():
+        for failed in calls.values():
+            assert failed.is_open(), "9"
+            assert all(failed.number in table._failed.by_key[key] for key in failed.found_by()), "9"

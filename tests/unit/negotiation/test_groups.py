@@ -6,7 +6,7 @@ import pytest
 
 from pyhvd.negotiation.message_table import MessageTable, Senders
 from pyhvd.negotiation.messages import ErrorKind, Request
-from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped
+from tests.unit.negotiation.simulation import Done, Network, allreduce, check_invariants, grouped
 
 
 def texts(ends: list[Done]) -> dict[str, str]:
@@ -231,11 +231,11 @@ def test_a_tensor_that_is_ready_waits_for_the_rest_of_its_group() -> None:
     first, second = grouped("g", [(1,), (2,)])
     for rank, request in ((0, first), (1, first), (0, second)):
         table.submit(Senders.of(rank), request, 1, 0.0)
-        table.validate()
+        check_invariants(table)
         assert table.take_responses() == []
     table.submit(Senders.of(1), second, 1, 0.0)
     assert [r.request.name for r in table.take_responses()] == ["g_1of2", "g_2of2"]
-    table.validate()
+    check_invariants(table)
 
 
 def test_a_failed_group_does_not_take_a_new_call_of_another_rank_with_it() -> None:

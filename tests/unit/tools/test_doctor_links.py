@@ -11,8 +11,8 @@ import pytest
 from pyhvd.config import Config
 from pyhvd.tools.doctor import links
 from pyhvd.tools.doctor.trial_facts import LinkFacts
+from pyhvd.transport.fabric import Unavailable
 from pyhvd.transport.inprocess import ThreadWorlds
-from pyhvd.transport.links import NoLinks
 
 
 @pytest.mark.parametrize("count", range(2, 12))
@@ -73,6 +73,6 @@ def test_many_hosts_meet_some_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_links_there_is_a_warning_and_no_measurement(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pyhvd.transport.hosts.open_links", lambda *_, **__: NoLinks("a wall"))
+    monkeypatch.setattr("pyhvd.transport.hosts.open_links", lambda *_, **__: Unavailable("a wall"))
     assert _measure([0, 1], Config()) == [[], []]
     assert "so they use MPI: a wall" in caplog.text

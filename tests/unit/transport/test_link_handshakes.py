@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ class Server(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self._handshakes as handshakes:
+        with closing(self._handshakes) as handshakes:
             self.missing = handshakes.run(time.monotonic() + self._limit)
         self.made = handshakes.made
 
@@ -71,7 +72,7 @@ class Server(threading.Thread):
 def dial(
     addresses: Sequence[Address], role: LinkRole = ROLE, key: bytes = KEY, limit: float = LONG
 ) -> tuple[dict[LinkRole, socket.socket], dict[LinkRole, str]]:
-    with Handshakes(key, [], set(), {role: addresses}) as handshakes:
+    with closing(Handshakes(key, [], set(), {role: addresses})) as handshakes:
         missing = handshakes.run(time.monotonic() + limit)
     return handshakes.made, missing
 
@@ -256,7 +257,8 @@ def test_many_connections_at_once(listener: socket.socket) -> None:
     handshakes = Handshakes(KEY, [listener], roles, {})
     thread = threading.Thread(target=handshakes.run, args=(time.monotonic() + LONG,))
     thread.start()
-    with Handshakes(KEY, [], set(), {role: [address_of(listener)] for role in roles}) as dials:
+    addresses = [address_of(listener)]
+    with closing(Handshakes(KEY, [], set(), dict.fromkeys(roles, addresses))) as dials:
         assert dials.run(time.monotonic() + LONG) == {}
     thread.join(LONG)
     handshakes.close()

@@ -236,6 +236,18 @@ def test_a_session_over_two_pipes_whose_reader_is_slow() -> None:
     server.close()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="two pipes need epoll")
+def test_what_a_pipe_without_a_reader_does_not_take_is_dropped() -> None:
+    reader, to_client = os.pipe()
+    gone, writer = os.pipe()
+    client = Connection(PipePair(reader, writer), Session(KEY, Role.CLIENT))
+    os.close(gone)
+    client.pump_out()
+    assert not client.wants_write
+    client.close()
+    os.close(to_client)
+
+
 def test_the_error_has_the_causes_of_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last attempt may have no time left, and meet no cause."""
     met = iter(["refused", "refused", "wrong key", *["timed out"] * 1000])

@@ -20,11 +20,18 @@ def pair(client_key: bytes = KEY, server_key: bytes = KEY) -> tuple[Session, Ses
     return Session(client_key, Role.CLIENT), Session(server_key, Role.SERVER)
 
 
+def take(one: Session) -> bytes:
+    """Remove and return the bytes to send."""
+    out = bytes(one.outgoing)
+    one.outgoing.clear()
+    return out
+
+
 def shake_hands(client: Session, server: Session) -> None:
-    assert server.receive(client.take_outgoing()) == []
-    assert client.receive(server.take_outgoing()) == []
-    assert server.receive(client.take_outgoing()) == []
-    assert client.receive(server.take_outgoing()) == []
+    assert server.receive(take(client)) == []
+    assert client.receive(take(server)) == []
+    assert server.receive(take(client)) == []
+    assert client.receive(take(server)) == []
 
 
 def connected() -> tuple[Session, Session]:
@@ -44,7 +51,7 @@ def test_messages_arrive_in_order_however_they_are_cut(messages: list[bytes], da
     client, server = connected()
     for message in messages:
         client.send(message)
-    stream = client.take_outgoing()
+    stream = take(client)
     got = []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
@@ -59,7 +66,7 @@ def test_the_handshake_may_come_in_pieces(size: int, data: st.DataObject) -> Non
     client, server = pair()
     for _ in range(4):
         for one, other in ((client, server), (server, client)):
-            out = one.take_outgoing()
+            out = take(one)
             for start in range(0, len(out), size):
                 assert other.receive(out[start : start + size]) == []
     assert client.authenticated
@@ -69,7 +76,7 @@ def test_the_handshake_may_come_in_pieces(size: int, data: st.DataObject) -> Non
 def test_the_longest_message_and_one_more_byte() -> None:
     client, server = connected()
     client.send(bytes(MAX_RECORD))
-    assert server.receive(client.take_outgoing()) == [bytes(MAX_RECORD)]
+    assert server.receive(take(client)) == [bytes(MAX_RECORD)]
     with pytest.raises(ValueError, match="at most 1048576 can be sent"):
         client.send(bytes(MAX_RECORD + 1))
 
@@ -79,7 +86,7 @@ def test_one_changed_bit_is_noticed(messages: list[bytes], data: st.DataObject) 
     client, server = connected()
     for message in messages:
         client.send(message)
-    stream = bytearray(client.take_outgoing())
+    stream = bytearray(take(client))
     bit = data.draw(st.integers(0, 8 * len(stream) - 1))
     stream[bit // 8] ^= 1 << bit % 8
     try:
@@ -96,7 +103,7 @@ def test_records_repeated_swapped_or_left_out_are_refused(messages: list[bytes],
     records = []
     for message in messages:
         client.send(message)
-        records.append(client.take_outgoing())
+        records.append(take(client))
     order = data.draw(st.lists(st.sampled_from(range(len(records))), min_size=1, max_size=6))
     good = 0
     while good < len(order) and order[good] == good:
@@ -116,7 +123,7 @@ def test_a_record_sent_back_to_its_sender_is_refused() -> None:
     client, server = connected()
     client.send(b"kill rank 1")
     with pytest.raises(ChannelError, match="changed"):
-        client.receive(client.take_outgoing())
+        client.receive(take(client))
     assert server.authenticated
 
 
@@ -125,7 +132,7 @@ def test_a_record_of_another_session_with_the_same_key_is_refused() -> None:
     _, other = connected()
     client.send(b"again")
     with pytest.raises(ChannelError, match="changed"):
-        other.receive(client.take_outgoing())
+        other.receive(take(client))
 
 
 @given(st.integers(MAX_RECORD + 1, 2**32 - 1))
@@ -139,7 +146,7 @@ def test_too_long_a_message_is_refused_by_its_announcement(length: int) -> None:
 def test_a_stream_cut_inside_a_message_is_noticed_at_its_end(data: st.DataObject) -> None:
     client, server = connected()
     client.send(b"the last words")
-    stream = client.take_outgoing()
+    stream = take(client)
     assert server.receive(stream[: data.draw(st.integers(1, len(stream) - 1))]) == []
     with pytest.raises(ChannelError, match="cut inside a message"):
         server.end()
@@ -153,30 +160,30 @@ def test_a_peer_that_leaves_before_its_proof_is_no_peer() -> None:
 
 def test_a_client_with_another_key_learns_nothing() -> None:
     client, server = pair(client_key=bytes(32))
-    server.receive(client.take_outgoing())
-    client.receive(server.take_outgoing())
+    server.receive(take(client))
+    client.receive(take(server))
     with pytest.raises(ChannelError, match="does not hold this job's key"):
-        server.receive(client.take_outgoing())
-    assert server.take_outgoing() == b""
+        server.receive(take(client))
+    assert take(server) == b""
     assert not server.authenticated
 
 
 def test_a_server_with_another_key_is_refused() -> None:
     client, server = pair()
-    server.receive(client.take_outgoing())
-    client.receive(server.take_outgoing())
+    server.receive(take(client))
+    client.receive(take(server))
     with pytest.raises(ChannelError, match="does not hold this job's key"):
         client.receive(bytes(32))
-    assert server.take_outgoing() == b""
+    assert take(server) == b""
 
 
 def test_a_proof_cannot_be_reflected() -> None:
     """A server that echoes the client's nonce and proof is refused."""
     client = Session(KEY, Role.CLIENT)
-    hello = client.take_outgoing()
+    hello = take(client)
     client.receive(hello)
     with pytest.raises(ChannelError, match="does not hold this job's key"):
-        client.receive(client.take_outgoing())
+        client.receive(take(client))
 
 
 @given(st.binary(min_size=1, max_size=200))
@@ -202,7 +209,7 @@ def test_nothing_is_sent_before_the_peer_is_known() -> None:
 def test_what_is_shown_has_no_secret() -> None:
     client, server = connected()
     client.send(b"x")
-    stream = bytearray(client.take_outgoing())
+    stream = bytearray(take(client))
     stream[-1] ^= 1
     with pytest.raises(ChannelError) as caught:
         server.receive(bytes(stream))
@@ -219,13 +226,13 @@ def test_keys_that_are_short_are_refused() -> None:
 @given(st.binary(max_size=2000).filter(lambda printed: b"pyhvd/1\n" not in printed), st.data())
 def test_what_a_login_shell_prints_is_skipped(printed: bytes, data: st.DataObject) -> None:
     client, server = Session(KEY, Role.CLIENT), Session(KEY, Role.SERVER, skip=2000)
-    stream = printed + client.take_outgoing()
+    stream = printed + take(client)
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         server.receive(stream[:size])
         stream = stream[size:]
-    client.receive(server.take_outgoing())
-    server.receive(client.take_outgoing())
+    client.receive(take(server))
+    server.receive(take(client))
     assert server.authenticated
     assert server.skipped == printed
 
@@ -270,7 +277,7 @@ def test_a_hundred_thousand_changed_streams() -> None:
     messages = [chance.randbytes(size) for size in (0, 1, 40, 200)]
     for message in messages:
         client.send(message)
-    stream = client.take_outgoing()
+    stream = take(client)
     said: list[str] = []
     for _ in range(100_000):
         peer = copy.deepcopy(server)
