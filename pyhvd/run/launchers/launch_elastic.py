@@ -94,5 +94,7 @@ def read_elastic(given: Mapping[str, Any]) -> ElasticCall | None:
     slots = known.get("slots")
     expect(slots is None or (type(slots) is int and slots > 0), "slots", slots, "a whole number above 0")
     first, last = map(float, cooldown)
-    options = ElasticOptions(script, least, most, limit, float(timeout), (first, last))
+    options = ElasticOptions(
+        least, most, script, reset_limit=limit, timeout=float(timeout), cooldown=(first, last)
+    )
     return ElasticCall(options, slots, finder)
