@@ -9,12 +9,15 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyhvd.common.urls import local_path
 from pyhvd.config import port_range
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT, NameOf, flag_of
 from pyhvd.run.flags import checked
+
+if TYPE_CHECKING:
+    from pyhvd.job.driver.discovery import HostFinder
 
 GROUPS = (
     "",
@@ -144,6 +147,8 @@ class ElasticOptions:
         The path of the script that prints the hosts.
     min_np, max_np : int or None
         The fewest and the most ranks; None for as many as the job starts with, and for no limit.
+    finder : HostFinder or None
+        Finds the hosts in place of the script.
     reset_limit : int or None
         How often ranks may be started again.
     timeout : float
@@ -170,6 +175,7 @@ class ElasticOptions:
         " line; run every second",
         os.path.abspath,
     )
+    finder: HostFinder | None = None
     preload: tuple[str, ...] = _elastic(
         "--preload NAMES: modules that ranks import anyway, e.g. torch,pandas: ranks are forked from a"
         " process that has imported them, and what the program imports at its top",
@@ -211,7 +217,12 @@ class ElasticOptions:
     @property
     def wanted(self) -> bool:
         """Whether the job is elastic."""
-        return self.discovery_script is not None or self.min_np is not None
+        return self.finds_hosts or self.min_np is not None
+
+    @property
+    def finds_hosts(self) -> bool:
+        """Whether the hosts are found while the job runs."""
+        return self.discovery_script is not None or self.finder is not None
 
 
 @dataclass(frozen=True)
@@ -347,6 +358,11 @@ class Options:
     def chooses_hosts(self) -> bool:
         """Whether the command line gives hosts."""
         return self.hosts is not None or self.hostfile is not None
+
+    @property
+    def rank_directory(self) -> str:
+        """The directory in which the ranks run."""
+        return self.directory or os.getcwd()
 
     @property
     def script(self) -> str:
