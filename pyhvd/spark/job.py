@@ -230,8 +230,7 @@ class CollectJob:
             return results
         data = self.context.parallelize(range(self.size), self.size)
         tasks = data.barrier().mapPartitions(self.body) if self.barrier else data.mapPartitions(self.body)
-        collected: list[tuple[int, bytes]] = tasks.collect()
-        return collected
+        return list(tasks.collect())
 
 
 def serve_tasks(driver: GenerationDriver, job: CollectJob) -> list[bytes]:

@@ -61,8 +61,7 @@ def pack(
 
 def is_on(conf: Any, name: str) -> bool:
     """Return whether a setting of Spark that is off by default is on."""
-    given: str = conf.get(name, "false")
-    return given.lower() == "true"
+    return bool(conf.get(name, "false").lower() == "true")
 
 
 def describe_task(broadcasts: Mapping[int, Any]) -> tuple[Any, dict[str, str]]:

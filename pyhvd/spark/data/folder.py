@@ -66,8 +66,7 @@ class Folder:
             The file does not exist.
         """
         fs, path = self._resolve(name)
-        data: bytes = fs.cat_file(path)
-        return data
+        return bytes(fs.cat_file(path))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file atomically: readers see either the old content or the new.
