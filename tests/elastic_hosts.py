@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pyhvd as hvd
@@ -10,6 +11,12 @@ from pyhvd.elastic import session
 from pyhvd.job.commits.vault import DESCRIPTORS, Vault
 from pyhvd.job.rank.generation_env import RankGeneration
 from pyhvd.testing import run_ranks
+
+played: ContextVar[session.RankSession | None] = ContextVar("tests.elastic_hosts.played", default=None)
+"""The session of the rank that the current thread is."""
+
+_of_process = session._of_process
+session._of_process = lambda: played.get() or _of_process()  # type: ignore[assignment]
 
 
 class Hosts:
@@ -40,8 +47,11 @@ class Hosts:
         def play() -> Any:
             vault = self.vaults[hosts[hvd.rank()]]
             numbers = dict(zip(DESCRIPTORS, map(str, vault.descriptors), strict=True))
-            with session.playing(session.RankSession(environ | numbers)):
+            token = played.set(session.RankSession(environ | numbers))
+            try:
                 return function(*args)
+            finally:
+                played.reset(token)
 
         return run_ranks(len(hosts), play, hosts=nodes, **{"timeout": 60, **options})
 

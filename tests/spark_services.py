@@ -17,7 +17,7 @@ from pyhvd.job.rank.pickles import dump_functions, load
 from pyhvd.job.spec import JobSpec
 from pyhvd.spark.errors import SparkError
 from pyhvd.spark.job import TaskSource, serve_tasks
-from pyhvd.spark.task_body import run_task
+from pyhvd.spark.task_body import TaskBody
 from pyhvd.transport.tcp.connection import Connection, Secret, connect
 
 PATIENCE_S = 60.0
@@ -123,7 +123,7 @@ class Bench:
         self.addresses = [("127.0.0.1", self.driver.connections.ports[0])]
 
     def task(self, index: int, attempt: int = 0) -> Callable[[], Result]:
-        return lambda: run_task(self.addresses, self.secret, index, attempt)
+        return lambda: TaskBody(self.addresses, self.secret, {}).run_attempt(index, attempt)
 
     def run(self, *tasks: Callable[[], Any]) -> list[Any]:
         job = Threads(list(tasks))

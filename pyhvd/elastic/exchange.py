@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,22 +27,9 @@ _STORED_LOOK_S = 0.005
 _PIECE = 1 << 26
 
 
-class Agreement(NamedTuple):
-    """The result of :func:`agree`, the same on all ranks.
-
-    Attributes
-    ----------
-    shall_leave : bool
-        Whether the ranks shall make room for another generation.
-    samples : list of int
-        The number of samples that all ranks have recorded, by sampler.
-    """
-
-    shall_leave: bool
-    samples: list[int]
-
-
-def agree(number: int, recorded: Sequence[int], trouble: Exception | None, *, shall_leave: bool) -> Agreement:
+def agree(
+    number: int, recorded: Sequence[int], trouble: Exception | None, *, shall_leave: bool
+) -> tuple[bool, list[int]]:
     """Agree that every rank can make the commit of this number.
 
     Parameters
@@ -55,6 +42,13 @@ def agree(number: int, recorded: Sequence[int], trouble: Exception | None, *, sh
         What this rank has recorded since the last commit, by sampler.
     trouble : Exception, optional
         Why this rank cannot commit.
+
+    Returns
+    -------
+    bool
+        Whether the ranks shall make room for another generation.
+    list of int
+        The number of samples that all ranks have recorded, by sampler.
 
     Raises
     ------
@@ -72,7 +66,7 @@ def agree(number: int, recorded: Sequence[int], trouble: Exception | None, *, sh
         _raise_trouble(trouble)
     if found[0] != -found[1]:
         _raise_mismatch(number)
-    return Agreement(bool(found[2]), sums[0] if sums else [])
+    return bool(found[2]), sums[0] if sums else []
 
 
 def any_rank(*, flag: bool) -> bool:

@@ -10,38 +10,22 @@ _SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 class Handler:
-    """Saves and loads the objects of one kind; a handler has no state of its own."""
+    """Saves and loads the objects of one kind, here those that a copy replaces; it has no state."""
 
     def dump(self, value: Any) -> Any:
         """Return what :meth:`load` needs; it may share the object's memory."""
-        raise NotImplementedError
-
-    def load(self, value: Any, dumped: Any) -> Any:
-        """Bring an object to what was saved; return it, or the object that takes its place."""
-        raise NotImplementedError
-
-    def settings(self, value: Any) -> Any:  # noqa: ARG002
-        """Return the small parts that a reset callback may have set; None if there are none."""
-        return None
-
-    def load_settings(self, value: Any, settings: Any) -> Any:  # noqa: ARG002
-        """Give an object the settings of rank 0; return it, or the object that takes its place."""
-        return value
-
-
-class ByValue(Handler):
-    """Objects that a copy replaces."""
-
-    def dump(self, value: Any) -> Any:
         return value
 
     def load(self, value: Any, dumped: Any) -> Any:  # noqa: ARG002
+        """Bring an object to what was saved; return it, or the object that takes its place."""
         return dumped
 
     def settings(self, value: Any) -> Any:
+        """Return the small parts that a reset callback may have set; None if there are none."""
         return (value,) if isinstance(value, _SCALARS) else None
 
     def load_settings(self, value: Any, settings: Any) -> Any:  # noqa: ARG002
+        """Give an object the settings of rank 0; return it, or the object that takes its place."""
         return settings[0]
 
 
@@ -71,4 +55,4 @@ def choose(value: Any) -> Handler:
 
 
 _OF_KINDS: dict[type, Handler] = {}
-_BY_STATE_DICT, _BY_VALUE = ByStateDict(), ByValue()
+_BY_STATE_DICT, _BY_VALUE = ByStateDict(), Handler()

@@ -5,12 +5,10 @@ The agent of the host says so by variables, which the ranks of a job that is not
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from pyhvd.api.topology import rank
@@ -113,20 +111,7 @@ class RankSession:
 
 def current() -> RankSession | None:
     """Return this rank's session; None if its job is not elastic."""
-    return _of_process() if (played := _played.get()) is None else played
-
-
-@contextlib.contextmanager
-def playing(session: RankSession) -> Iterator[None]:
-    """Make this the session of the current thread, for ranks that are threads."""
-    token = _played.set(session)
-    try:
-        yield
-    finally:
-        _played.reset(token)
-
-
-_played: ContextVar[RankSession | None] = ContextVar("pyhvd.elastic.session", default=None)
+    return _of_process()
 
 
 @functools.cache

@@ -239,15 +239,15 @@ class State:
             except Exception as exc:
                 trouble = exc
         recorded = [each.take_recorded() for each in samplers]
-        agreement = exchange.agree(number, recorded, trouble, shall_leave=session.shall_leave)
-        for sampler, count in zip(samplers, agreement.samples, strict=True):
+        shall_leave, samples = exchange.agree(number, recorded, trouble, shall_leave=session.shall_leave)
+        for sampler, count in zip(samplers, samples, strict=True):
             sampler.add_recorded(count)
         counts[:] = self._counts()  # `arrays` has its memory
         if session.writes:
             session.vault.write(number, session.generation, arrays, rest)
         self._number = number
         self._saved = None
-        return agreement.shall_leave
+        return shall_leave
 
     def _counts(self) -> Any:
         return np.array([each.processed_num for each in self.samplers()], np.int64)

@@ -7,11 +7,10 @@ may hang or crash the process that starts it.
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -122,4 +121,4 @@ def _cuda_version(number: int) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(look())))
+    print(msgspec.json.encode(look()).decode())

@@ -14,12 +14,9 @@ from typing import Any, TypeVar
 
 from pyhvd.common.text import describe_import_error
 from pyhvd.config import WITHOUT_EFFECT, Config, ConfigEntry, suffix_of
+from pyhvd.errors import ConfigError
 
 T = TypeVar("T")
-
-
-class ConfigFileError(ValueError):
-    """The config file cannot be read, or has a wrong value."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +25,17 @@ class Setting:
 
     Attributes
     ----------
-    suffix : str
-        The part of the variable's name after the prefix.
+    variable : str
+        The variable of the ranks.
     entry : ConfigEntry
         The entry.
     knob : dataclasses.Field or None
         The knob; None for a variable without effect.
     """
 
-    suffix: str
+    variable: str
     entry: ConfigEntry
     knob: dataclasses.Field[Any] | None = None
-
-    @property
-    def variable(self) -> str:
-        """The variable of the ranks."""
-        return f"PYHVD_{self.suffix}"
 
     @property
     def flag(self) -> str:
@@ -97,11 +89,11 @@ def _scaled(value: Any, scale: int) -> int:
 
 SETTINGS = (
     *(
-        Setting(suffix_of(knob), knob.metadata["entry"], knob)
+        Setting(f"PYHVD_{suffix_of(knob)}", knob.metadata["entry"], knob)
         for knob in Config.knobs()
         if knob.metadata["entry"] is not None
     ),
-    *(Setting(suffix, entry) for suffix, entry in WITHOUT_EFFECT.items() if entry is not None),
+    *(Setting(f"PYHVD_{suffix}", entry) for suffix, entry in WITHOUT_EFFECT.items() if entry is not None),
 )
 
 
@@ -122,7 +114,7 @@ def settings_of(known: argparse.Namespace, tell: Callable[[str], object]) -> dic
 
     Raises
     ------
-    ConfigFileError
+    ConfigError
         The file cannot be read, or an entry has a wrong value.
     """
     asked = {} if known.config_file is None else read_config_file(known.config_file, tell)
@@ -134,21 +126,21 @@ def settings_of(known: argparse.Namespace, tell: Callable[[str], object]) -> dic
 
 
 def read_config_file(path: str, tell: Callable[[str], object]) -> dict[str, str]:
-    """Return the variables that a config file sets; raise ConfigFileError if it is invalid.
+    """Return the variables that a config file sets; raise ConfigError if it is invalid.
 
     Unknown entries have no effect, as in Horovod: `tell` gets a text for each.
     """
     try:
         import yaml
     except ImportError as exc:
-        raise ConfigFileError(
+        raise ConfigError(
             f"--config-file needs {describe_import_error(exc, 'PyYAML', 'cli', 'yaml')}"
         ) from None
     try:
         with open(path, encoding="utf-8") as file:
             sections = yaml.safe_load(file) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
-        raise ConfigFileError(f"--config-file: cannot read {path}: {exc}") from None
+        raise ConfigError(f"--config-file: cannot read {path}: {exc}") from None
     table = {setting.entry.name: setting for setting in SETTINGS}
     asked = {}
     for entry, value in _entries(path, sections, table):
@@ -158,7 +150,7 @@ def read_config_file(path: str, tell: Callable[[str], object]) -> dict[str, str]
         try:
             asked[table[entry].variable] = table[entry].convert(value)
         except ValueError as exc:
-            raise ConfigFileError(f"{path}: {entry}: {value!r}: {exc}") from None
+            raise ConfigError(f"{path}: {entry}: {value!r}: {exc}") from None
     return asked
 
 
@@ -174,7 +166,7 @@ def _describe_entries(entry: str) -> str:
 def _entries(path: str, sections: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a config file, whose sections may be empty."""
     if not isinstance(sections, dict):
-        raise ConfigFileError(f"{path}: expected sections with entries")
+        raise ConfigError(f"{path}: expected sections with entries")
     for section, entries in sections.items():
         if section in known:
             yield section, entries
@@ -183,7 +175,7 @@ def _entries(path: str, sections: Any, known: Collection[str]) -> Iterator[tuple
         elif section not in {each.partition(".")[0] for each in known}:
             yield section, entries
         elif entries is not None:
-            raise ConfigFileError(f"{path}: expected sections with entries, not {section}: {entries!r}")
+            raise ConfigError(f"{path}: expected sections with entries, not {section}: {entries!r}")
 
 
 def checked(convert: Callable[[str], T]) -> Callable[[str], T]:

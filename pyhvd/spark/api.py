@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pyhvd.common.text import describe_import_error
-from pyhvd.config import read_timeout
 from pyhvd.job import errors as job_errors
 from pyhvd.job.driver.console import Console, log_warning
 from pyhvd.job.driver.generation_driver import GenerationDriver
@@ -28,12 +27,12 @@ from pyhvd.job.rank.call import (
     check_text_files,
     expect,
     interface_names,
-    is_duration,
     load_result,
     rank_variables,
+    read_duration,
 )
 from pyhvd.job.rank.pickles import dump_functions
-from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec, Option
+from pyhvd.job.spec import SPARK_START_TIMEOUT, JobSpec
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import check_frame
 from pyhvd.spark.errors import SparkError, StartTimeoutError
@@ -170,12 +169,7 @@ class SparkCall:
 
 
 def _run(
-    call: SparkCall,
-    df: DataFrame | None,
-    extra: list[str] | None,
-    files: tuple[TextIO | None, TextIO | None],
-    *,
-    timestamp: bool,
+    call: SparkCall, df: DataFrame | None, extra: list[str] | None, files: tuple[Any, Any], *, timestamp: bool
 ) -> list[Any]:
     if df is not None:
         check_frame(df)
@@ -287,14 +281,6 @@ def driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
     host = conf.get("spark.driver.host") or "127.0.0.1"
     bind = conf.get("spark.driver.bindAddress") or host
     return [bind.strip("[]")], [host.strip("[]")]  # Spark writes IPv6 addresses in brackets
-
-
-def read_duration(option: Option, given: float | None) -> float:
-    """Return the argument, else the environment's value, else the default."""
-    if given is None:
-        return read_timeout(option.suffix, option.default)
-    expect(is_duration(given), option.argument, given, "a number of seconds above 0")
-    return float(given)
 
 
 def _use_barrier(conf: Any) -> bool:

@@ -22,11 +22,11 @@ from pyhvd.job.messages import Facts
 from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.network.network_choice import Wanted
-from pyhvd.job.rank.call import check_size, check_text_files, expect
+from pyhvd.job.rank.call import check_size, check_text_files, expect, read_duration
 from pyhvd.job.spec import ELASTIC_TIMEOUT, ElasticSpec, JobSpec, argument_of
 from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.launchers.elastic import clear_store, make_store
-from pyhvd.spark.api import SparkCall, as_spark_errors, read_duration
+from pyhvd.spark.api import SparkCall, as_spark_errors
 from pyhvd.spark.decommission import DecommissionWatch
 from pyhvd.spark.elastic_task import DECOMMISSIONED, ElasticTask
 from pyhvd.spark.errors import SparkError, StartTimeoutError
@@ -98,11 +98,7 @@ def run_elastic(
 
 
 def _serve(
-    call: SparkCall,
-    spec: JobSpec,
-    limits: ElasticLimits,
-    broadcasts: Mapping[int, Any],
-    shown: Output,
+    call: SparkCall, spec: JobSpec, limits: ElasticLimits, broadcasts: Mapping[int, Any], shown: Output
 ) -> list[Any]:
     """Start the tasks, and serve the job to its end; return the results."""
     assert spec.elastic is not None
@@ -154,9 +150,8 @@ def _limits(
             f"min_num_proc={least}, num_proc={size}, max_num_proc={most}: expected"
             " min_num_proc <= num_proc <= max_num_proc"
         )
-    if reset_limit is not None:
-        right = isinstance(reset_limit, int) and not isinstance(reset_limit, bool) and reset_limit >= 0
-        expect(right, "reset_limit", reset_limit, "a number of restarts, 0 at least")
+    right = reset_limit is None or (type(reset_limit) is int and reset_limit >= 0)
+    expect(right, "reset_limit", reset_limit, "a number of restarts, 0 at least")
     # A task whose agent is ended does not come back.
     return ElasticLimits(
         *(least, most, size, reset_limit),
@@ -243,20 +238,17 @@ class _TaskStarter(AgentStarter):
     def why_over(self, number: int, now: float) -> Exception | None:
         """See :meth:`AgentStarter.why_over`."""
         if self.spark.done:
-            return self._why_spark_ended()
+            try:
+                self.spark.results()
+            except SparkError as exc:
+                return exc
+            return SparkError("all tasks have ended, as they have not heard of the driver")
         if number < 0 and now >= self._start_by:  # the membership gives up then, too
             return StartTimeoutError(
                 f"less than {self.least} tasks have started within {self.spec.start_timeout:g} s: does the"
                 " cluster have as many free slots? See start_timeout and min_num_proc"
             )
         return None
-
-    def _why_spark_ended(self) -> Exception:
-        try:
-            self.spark.results()
-        except SparkError as exc:
-            return exc
-        return SparkError("all tasks have ended, as they have not heard of the driver")
 
     def close(self) -> None:
         """See :meth:`AgentStarter.close`."""

@@ -139,9 +139,8 @@ def _wrap(java: str) -> str:
     if not target.exists() or target.read_text() != script:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Atomically, as other processes may start it at the same time.
-        fd, name = tempfile.mkstemp(dir=target.parent)
-        with os.fdopen(fd, "w") as file:
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
             file.write(script)
-        os.chmod(name, 0o755)
-        os.replace(name, target)
+        os.chmod(file.name, 0o755)
+        os.replace(file.name, target)
     return str(home)

@@ -129,6 +129,7 @@ class TaskSource(AgentSource):
         return self.rendezvous
 
 
+@dataclass(eq=False)
 class CollectJob:
     """Runs a task body in every partition, of `rows` if given; starts at once.
 
@@ -136,30 +137,22 @@ class CollectJob:
     poll :meth:`fileno`. With `barrier`, Spark starts either all tasks or none.
     """
 
-    def __init__(
-        self,
-        context: SparkContext,
-        size: int,
-        body: TaskBody | ElasticTask,
-        rows: Selection | None = None,
-        *,
-        barrier: bool,
-    ) -> None:
+    context: SparkContext
+    size: int
+    body: TaskBody | ElasticTask
+    rows: Selection | None = None
+    barrier: bool = False
+
+    def __post_init__(self) -> None:
         from pyspark import InheritableThread
 
         self.group = f"pyhvd.spark.run.{next(_numbers)}"
-        self._context = context
-        self._size = size
-        self._body = body
-        self._barrier = barrier
-        self._rows = rows
         self._results: list[tuple[int, bytes]] = []
         self._error: BaseException | None = None
         self._over = threading.Event()
         self._wake, self._waker = os.pipe()
         # It inherits the caller's local properties, e.g. the scheduler pool, but not the job group.
-        self._thread = InheritableThread(target=self._collect, name=self.group, daemon=True)
-        self._thread.start()
+        InheritableThread(target=self._collect, name=self.group, daemon=True).start()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the job is over."""
@@ -214,13 +207,13 @@ class CollectJob:
 
         try:
             # A stage in barrier mode that waits for slots is no job of Spark yet: this call ends it too.
-            self._context._jsc.sc().cancelJobGroupAndFutureJobs(self.group)
+            self.context._jsc.sc().cancelJobGroupAndFutureJobs(self.group)
         except Py4JError:  # Spark 3 has no such method
-            self._context.cancelJobGroup(self.group)
+            self.context.cancelJobGroup(self.group)
 
     def _collect(self) -> None:
         try:
-            self._context.setJobGroup(self.group, f"pyhvd.spark.run on {self._size} ranks", True)
+            self.context.setJobGroup(self.group, f"pyhvd.spark.run on {self.size} ranks", True)
             self._results = self._run_tasks()
         except BaseException as exc:
             self._error = exc
@@ -229,16 +222,15 @@ class CollectJob:
             os.close(self._waker)
 
     def _run_tasks(self) -> list[tuple[int, bytes]]:
-        if self._rows is not None:
-            assert isinstance(self._body, TaskBody)
-            results = run_with_rows(self._rows, self._body, barrier=self._barrier)
+        if self.rows is not None:
+            assert isinstance(self.body, TaskBody)
+            results = run_with_rows(self.rows, self.body, barrier=self.barrier)
             if not results:  # Spark starts no task for a DataFrame that it finds empty
                 raise DataError("the DataFrame has no rows")
             return results
-        data = self._context.parallelize(range(self._size), self._size)
-        tasks = data.barrier().mapPartitions(self._body) if self._barrier else data.mapPartitions(self._body)
-        collected: list[tuple[int, bytes]] = tasks.collect()
-        return collected
+        data = self.context.parallelize(range(self.size), self.size)
+        tasks = data.barrier().mapPartitions(self.body) if self.barrier else data.mapPartitions(self.body)
+        return list(tasks.collect())
 
 
 def serve_tasks(driver: GenerationDriver, job: CollectJob) -> list[bytes]:

@@ -61,8 +61,7 @@ def pack(
 
 def is_on(conf: Any, name: str) -> bool:
     """Return whether a setting of Spark that is off by default is on."""
-    given: str = conf.get(name, "false")
-    return given.lower() == "true"
+    return bool(conf.get(name, "false").lower() == "true")
 
 
 def describe_task(broadcasts: Mapping[int, Any]) -> tuple[Any, dict[str, str]]:
@@ -82,7 +81,17 @@ def describe_task(broadcasts: Mapping[int, Any]) -> tuple[Any, dict[str, str]]:
 
 @dataclass(frozen=True)
 class TaskBody:
-    """Runs one rank for a partition; Spark pickles it and sends it to the executors."""
+    """Runs one rank for a partition; Spark pickles it and sends it to the executors.
+
+    Attributes
+    ----------
+    addresses : sequence of (str, int)
+        Where the driver listens.
+    secret : Secret
+        The job's key.
+    broadcasts : mapping of int to Broadcast
+        The broadcast variables of the function.
+    """
 
     addresses: Sequence[Address]
     secret: Secret
@@ -96,52 +105,41 @@ class TaskBody:
             yield result
 
     def run(self, index: int, files: Mapping[str, int]) -> tuple[int, bytes] | None:
-        """Run task `index`, whose rank gets `files`; see :func:`run_task`."""
+        """Run task `index`, whose rank gets `files`; see :meth:`run_attempt`."""
         context, env = describe_task(self.broadcasts)
         # Not attemptNumber(): when Spark retries a barrier stage as a whole, that begins at 0 again.
-        attempt = context.taskAttemptId()
-        return run_task(self.addresses, self.secret, index, attempt, files, env)
+        return self.run_attempt(index, context.taskAttemptId(), files, env)
 
+    def run_attempt(
+        self, index: int, attempt: int, files: Mapping[str, int] = {}, env: Mapping[str, str] = {}
+    ) -> tuple[int, bytes] | None:
+        """Run task `index` of the job; return its rank and the pickled result, None if the driver wants none.
 
-def run_task(
-    addresses: Sequence[Address],
-    secret: Secret,
-    index: int,
-    attempt: int,
-    files: Mapping[str, int] = {},
-    env: Mapping[str, str] = {},
-) -> tuple[int, bytes] | None:
-    """Run task `index` of the job; return its rank and the pickled result, None if the driver wants none.
+        Parameters
+        ----------
+        index, attempt : int
+            The task, and this attempt at it; a later attempt has a larger number.
+        files : mapping of str to int
+            Descriptors that the rank inherits; variables of these names hold their numbers.
+        env : mapping of str to str
+            The rank's variables, in addition to those that the driver sends.
 
-    Parameters
-    ----------
-    addresses : sequence of (str, int)
-        Where the driver listens.
-    secret : Secret
-        The job's key.
-    index, attempt : int
-        The task, and this attempt at it; a later attempt has a larger number.
-    files : mapping of str to int
-        Descriptors that the rank inherits; variables of these names hold their numbers.
-    env : mapping of str to str
-        The rank's variables, in addition to those that the driver sends.
-
-    Raises
-    ------
-    AgentStoppedError
-        The rank failed, the driver is gone, or the driver refused this attempt.
-    ChannelError
-        The driver cannot be reached, or does not hold the job's key.
-    """
-    driver = connect(addresses, secret.reveal())
-    agent = Agent(driver, functools.partial(RankProcess, files=files, env=env))
-    host = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
-    try:
-        ((rank, result),) = agent.run(Member(index, attempt, host, socket.gethostname())).items()
-        driver.finish(LAST_MESSAGES_S)
-    except Dismissed:
-        return None
-    finally:
-        with contextlib.closing(driver):
-            agent.close()
-    return rank, result
+        Raises
+        ------
+        AgentStoppedError
+            The rank failed, the driver is gone, or the driver refused this attempt.
+        ChannelError
+            The driver cannot be reached, or does not hold the job's key.
+        """
+        driver = connect(self.addresses, self.secret.reveal())
+        agent = Agent(driver, functools.partial(RankProcess, files=files, env=env))
+        host = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
+        try:
+            ((rank, result),) = agent.run(Member(index, attempt, host, socket.gethostname())).items()
+            driver.finish(LAST_MESSAGES_S)
+        except Dismissed:
+            return None
+        finally:
+            with contextlib.closing(driver):
+                agent.close()
+        return rank, result

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from pyhvd.common.command_line import CommandParser
 from pyhvd.common.tables import align, rich_table
 from pyhvd.observe.endpoint_files import RankFile, read_files
-from pyhvd.run.cli import positive_float, positive_int
+from pyhvd.run.options import positive_float, positive_int
 from pyhvd.tools.scraping import HostRow, RateRow, host_rates, rates, scrape
 
 _EXAMPLES = """\

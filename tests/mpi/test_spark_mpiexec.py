@@ -24,6 +24,7 @@ from pyhvd.job.errors import LaunchError, StartTimeoutError, UnsupportedLauncher
 from pyhvd.job.mpi.flavour import find_library
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.mpi.rank_env import OPENMPI
+from pyhvd.spark.task_body import TaskBody
 from tests.spark_services import PATIENCE_S, Bench, Result, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -225,8 +226,8 @@ def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
 _TASK = """
 import sys
 import cloudpickle
-from pyhvd.spark.task_body import run_task
-sys.stdout.buffer.write(cloudpickle.dumps(run_task(*cloudpickle.load(sys.stdin.buffer))))
+body, index = cloudpickle.load(sys.stdin.buffer)
+sys.stdout.buffer.write(cloudpickle.dumps(body.run_attempt(index, 0)))
 """
 
 
@@ -249,7 +250,7 @@ def _on_host(bench: Bench, name: str, index: int) -> Callable[[], Result]:
             "-c",
             _TASK,
         ]
-        given = cloudpickle.dumps((bench.addresses, bench.secret, index, 0))
+        given = cloudpickle.dumps((TaskBody(bench.addresses, bench.secret, {}), index))
         done = subprocess.run(command, input=given, stdout=subprocess.PIPE, timeout=PATIENCE_S, check=True)
         result: Result = cloudpickle.loads(done.stdout)
         return result

@@ -18,7 +18,7 @@ from pyhvd.elastic import ElasticSampler, ObjectState, State, exchange, loop, se
 from pyhvd.elastic.session import current
 from pyhvd.job.commits.vault import Vault, VaultError
 from pyhvd.testing import RanksFailed, run_ranks
-from tests.elastic_hosts import Hosts
+from tests.elastic_hosts import Hosts, played
 
 
 @pytest.fixture(autouse=True)
@@ -683,4 +683,4 @@ def test_the_session_of_a_thread_ends_with_it() -> None:
     assert current() is None
     Hosts().run([0], lambda: None)
     assert current() is None
-    assert session._played.get() is None
+    assert played.get() is None

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from pyhvd.common.text import describe_exception, sendable
+from pyhvd.config import read_timeout
 from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.job.errors import LaunchError, RankError
 from pyhvd.job.rank.pickles import load
+from pyhvd.job.spec import Option
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 # Most bytes of the ranks' variables: they travel in one message.
@@ -56,10 +58,14 @@ def check_size(size: int, name: str = "num_proc") -> int:
     return size
 
 
-def is_duration(value: Any) -> bool:
-    """Return whether a value is a finite number of seconds above 0."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return number and 0 < float(value) < math.inf
+def read_duration(option: Option, given: Any) -> float:
+    """Return an argument of seconds, else the environment's value, else the default."""
+    if given is None:
+        return read_timeout(option.suffix, option.default)
+    number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    right = number and 0 < float(given) < math.inf
+    expect(right, option.argument, given, "a number of seconds above 0")
+    return float(given)
 
 
 def interface_names(given: Iterable[str] | None, name: str = "nics") -> list[str] | None:

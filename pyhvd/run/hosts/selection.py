@@ -10,8 +10,9 @@ Rules, in this order
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pyhvd.common.tables import align
 from pyhvd.job.spec import HOSTFILE, HOSTS, NUM_PROC
 from pyhvd.run.hosts.agent_template import SSH, ssh_command
 from pyhvd.run.hosts.clusters import small
@@ -80,9 +81,7 @@ def select(options: Options, around: Surroundings, find_own: FindOwn) -> HostSel
     if options.num_proc is None:
         note = small.explain_pod_of_job(around.environ) or _MISSING_SIZE
         return HostSelection("this host", (), None, note)
-    host = Host("localhost", options.num_proc)
-    placed = JobHosts((HostRanks(host, range(options.num_proc), own=True),), _agent(options, SSH))
-    return HostSelection("this host", (host,), placed)
+    return _seat(Allocation("this host", (Host("localhost", options.num_proc),)), options, find_own)
 
 
 def _given(options: Options, around: Surroundings, find_own: FindOwn) -> HostSelection:
@@ -95,12 +94,8 @@ def _given(options: Options, around: Surroundings, find_own: FindOwn) -> HostSel
         path = options.hostfile or ""
         text = _read_hostfile(path, around, name_of(HOSTFILE))
         rule, hosts = f"--hostfile {path}", parse_hostfile(text, path, slots)
-    allocation = _reaching(hosts, around)
-    agent = allocation.agent if allocation is not None else SSH
-    interface = allocation.interface if allocation is not None else ""
-    placed = place_ranks(hosts, options.num_proc, name_of(NUM_PROC))
-    marked = mark_own(placed, find_own(host for host, _ in placed))
-    return HostSelection(rule, hosts, JobHosts(marked, _agent(options, agent), interface))
+    reaching = _reaching(hosts, around) or Allocation(rule, hosts)
+    return _seat(replace(reaching, system=rule, hosts=hosts, note=""), options, find_own)
 
 
 def read_file(path: str) -> str:
@@ -146,10 +141,18 @@ def _allocated(allocation: Allocation, options: Options, find_own: FindOwn) -> H
     too_many = options.num_proc is not None and options.num_proc > sum(host.slots for host in hosts)
     own = find_own(hosts) if too_many else ()
     oversubscribe = too_many and all(host in own for host in hosts)
-    placed = place_ranks(hosts, options.num_proc, options.name_of(NUM_PROC), oversubscribe=oversubscribe)
+    return _seat(allocation, options, find_own, oversubscribe=oversubscribe)
+
+
+def _seat(
+    allocation: Allocation, options: Options, find_own: FindOwn, *, oversubscribe: bool = False
+) -> HostSelection:
+    """Return the ranks of each host of an allocation, or of hosts that the user gives."""
+    number = options.name_of(NUM_PROC)
+    placed = place_ranks(allocation.hosts, options.num_proc, number, oversubscribe=oversubscribe)
     marked = mark_own(placed, find_own(host for host, _ in placed))
     seated = JobHosts(marked, _agent(options, allocation.agent), allocation.interface)
-    return HostSelection(allocation.system, hosts, seated, allocation.note)
+    return HostSelection(allocation.system, allocation.hosts, seated, allocation.note)
 
 
 def describe(selection: HostSelection) -> str:
@@ -162,7 +165,8 @@ def describe(selection: HostSelection) -> str:
         return "\n".join(lines)
     by_host = {each.host: each for each in placed.hosts}
     lines.append("hosts:")
-    lines += _table([_row(host, by_host.get(host)) for host in selection.hosts])
+    rows = [_row(host, by_host.get(host)) for host in selection.hosts]
+    lines += [f"  {line}" for line in align(rows, left=4)]
     if placed.interface:
         lines.append(f"interface: {placed.interface}")
     unused = " (not used: all ranks are on this host)" if placed.on_this_host else ""
@@ -176,11 +180,3 @@ def _row(host: Host, placed: HostRanks | None) -> list[str]:
     first, last = placed.ranks.start, placed.ranks.stop - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
     return [host.destination, slots, ranks, "this host" if placed.own else ""]
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]

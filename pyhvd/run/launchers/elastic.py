@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pyhvd.job.agent.host_facts import gather
-from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.commits.store import CommitStore, StoreError, open_folder
 from pyhvd.job.driver.agent_command import AgentCommand
 from pyhvd.job.driver.agent_source import Checked, HostSlots
 from pyhvd.job.driver.console import log_warning
-from pyhvd.job.driver.discovery import CallDiscovery, Discovery, HostFinder, ScriptDiscovery
+from pyhvd.job.driver.discovery import CallDiscovery, Discovery, ScriptDiscovery
 from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob
-from pyhvd.job.driver.output import Output, is_terminal
+from pyhvd.job.driver.output import Output
 from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.machines.member_host import FoundHost
@@ -31,11 +28,19 @@ from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.spec import ElasticSpec, JobSpec
 from pyhvd.run.hosts.agent_template import explain, ssh_command
-from pyhvd.run.hosts.environment import of_stores, to_send
+from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.hosts.hosts import Host, HostRanks, JobHosts
 from pyhvd.run.hosts.own_host import find_own, is_own
 from pyhvd.run.hosts.selection import HostSelection
-from pyhvd.run.launchers.many_hosts import RankFiles, agent_commands, check_hosts, exit_code, wanted_network
+from pyhvd.run.launchers.many_hosts import (
+    RankFiles,
+    check_hosts,
+    host_slots,
+    make_program,
+    show_job,
+    spec_of,
+    wanted_network,
+)
 from pyhvd.run.options import Options
 from pyhvd.transport.tcp.connection import new_key
 
@@ -73,7 +78,8 @@ class CommandStarter(AgentStarter):
 
     def command(self, host: str) -> Sequence[str]:
         """See :meth:`AgentStarter.command`."""
-        return agent_commands(self.options, self._placed([Place(host, 1)]))[host]
+        (found,) = host_slots(self.options, self._placed([Place(host, 1)]))
+        return found.command
 
     def start(self, command: Sequence[str]) -> AgentCommand:
         """See :meth:`AgentStarter.start`."""
@@ -87,17 +93,13 @@ class CommandStarter(AgentStarter):
 
     def prepare(self, places: Sequence[Place]) -> tuple[list[HostSlots], Checked, Wanted]:
         """See :meth:`AgentStarter.prepare`."""
-        checked = self._check(self.options.directory or os.getcwd())
+        checked = self._check()
         placed = self._placed(places)
         try:
             self.files.make(placed.size)
         except LaunchError as exc:  # of ranks by which the job has grown
             self.say(f"pyhvd: {exc}")
-        commands = agent_commands(self.options, placed)
-        hosts = [
-            HostSlots(each.host.name, len(each.ranks), commands[each.host.name]) for each in placed.hosts
-        ]
-        return hosts, checked, wanted_network(self.options, placed)
+        return host_slots(self.options, placed), checked, wanted_network(self.options, placed)
 
     def close(self) -> None:
         """See :meth:`AgentStarter.close`."""
@@ -114,10 +116,10 @@ class CommandStarter(AgentStarter):
             first += place.slots
         return JobHosts(tuple(placed), self.agent)
 
-    def _check(self, directory: str) -> Checked:
+    def _check(self) -> Checked:
         """Return what all hosts must have; the ranks of each generation meet anew."""
         if self._checked is None:
-            checked = check_hosts(self.options, directory)
+            checked = check_hosts(self.options)
             if checked.facts.mpi != MPICH:
                 raise LaunchError(
                     f"an elastic job needs MPICH or Intel MPI, but mpi4py is built on"
@@ -126,41 +128,29 @@ class CommandStarter(AgentStarter):
                 )
             self._checked = checked
             return checked
-        facts = gather(directory, self.options.script)  # the script may have changed, on all hosts
+        # The script may have changed, on all hosts.
+        facts = gather(self.options.rank_directory, self.options.script)
         return replace(self._checked, facts=facts, rendezvous=PmiRendezvous())
 
 
 def run(options: Options, selection: HostSelection | None = None) -> int:
     """Run an elastic job on these hosts, or on those that a script finds; return the exit code."""
     elastic, size = options.elastic, _size_of(options, selection)
-    status = StatusLine(sys.stderr, terminal=is_terminal(sys.stderr))
 
-    def serve() -> None:
-        given = dict(os.environb) if options.send_environment else {}
-        sent, preload = to_send(given, options.settings), list(elastic.preload)
-        directory = options.directory or os.getcwd()
-        store = make_store(elastic.store, elastic.store_every, of_stores(sent))
-        files = RankFiles(options.output_filename, elastic.max_np or size)
-        files.make(elastic.min_np or size)  # before anything is started
-        shown = Output(
-            files=files.by_rank,
-            ranks=options.ranks,
-            before=status.end,
-            timestamp=options.prefix_timestamp,
-        )
-        program = Program("pyhvd.run.entry.program_rank", options.program, directory, sent, preload)
-        spec = spec_of(options, program.dump(), store)
-        with shown as output, begin(options, selection, None, spec, output, files, status) as job:
+    def serve(output: Output, files: RankFiles, status: StatusLine) -> None:
+        program = make_program(options, elastic.preload)
+        store = make_store(elastic.store, elastic.store_every, of_stores(program.env))
+        spec = elastic_spec(options, program.dump(), store)
+        with begin(options, selection, spec, output, files, status) as job:
             job.serve()
 
-    return exit_code(serve)
+    return show_job(options, elastic.max_np or size, serve)
 
 
 @contextlib.contextmanager
 def begin(
     options: Options,
     selection: HostSelection | None,
-    finder: HostFinder | None,
     spec: JobSpec,
     output: Output,
     files: RankFiles,
@@ -174,10 +164,8 @@ def begin(
         As of a command line.
     selection : HostSelection or None
         The hosts; None if they are found while the job runs.
-    finder : HostFinder or None
-        Finds them; None if a script does.
     spec : JobSpec
-        Of :func:`spec_of`.
+        Of :func:`elastic_spec`.
     output : Output
         Shows the ranks' output.
     files : RankFiles
@@ -186,19 +174,28 @@ def begin(
         Of pyhvdrun; without it the log gets the job's own lines.
     """
     say = log_warning if status is None else status.say
-    size = _size_of(options, selection)
+    size, elastic = _size_of(options, selection), options.elastic
+    limits = ElasticLimits(
+        min_np=elastic.min_np or size,
+        max_np=elastic.max_np,
+        start_np=size,
+        reset_limit=elastic.reset_limit,
+        elastic_timeout=elastic.timeout,
+        cooldown=elastic.cooldown,
+        name_of=options.name_of,
+    )
+    files.make(limits.min_np)  # before anything is started
     agent, known, fixed, discovery = "", dict[str, HostRanks](), None, None
     with contextlib.ExitStack() as stack:
         if selection is None:
-            discovery = stack.enter_context(contextlib.closing(_discover(options, finder)))
+            discovery = stack.enter_context(contextlib.closing(_discover(options)))
             agent = options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file)
         elif selection.placed is not None:
             own = find_own(selection.hosts)
             known = {host.name: HostRanks(host, range(host.slots), host in own) for host in selection.hosts}
             fixed = [FoundHost(host.name, host.slots) for host in selection.hosts]
             agent = selection.placed.agent
-        files.make(options.elastic.min_np or size)
-        membership = Membership(_limits(options, size), time.monotonic(), fixed)
+        membership = Membership(limits, time.monotonic(), fixed)
         starter = CommandStarter(options, agent, known, files, spec, say)
         job = ElasticJob(spec, membership, starter, discovery, output, say, status)
         yield stack.enter_context(contextlib.closing(job))
@@ -210,42 +207,22 @@ def _size_of(options: Options, selection: HostSelection | None) -> int:
     return placed.size if placed is not None else options.num_proc or options.elastic.min_np or 1
 
 
-def _discover(options: Options, finder: HostFinder | None) -> Discovery:
+def _discover(options: Options) -> Discovery:
     """Begin to look for hosts, by a function or by the script."""
-    slots, script = options.slots_per_host or 1, options.elastic.discovery_script
-    if finder is not None:
-        return CallDiscovery(finder, slots)
-    assert script is not None
-    return ScriptDiscovery([script], slots)
+    slots, elastic = options.slots_per_host or 1, options.elastic
+    if elastic.finder is not None:
+        return CallDiscovery(elastic.finder, slots)
+    assert elastic.discovery_script is not None
+    return ScriptDiscovery([elastic.discovery_script], slots)
 
 
-def spec_of(
+def elastic_spec(
     options: Options, code: bytes, store: StoreOrder | None = None, *, function: bool = False
 ) -> JobSpec:
     """Return what the ranks of an elastic job run."""
     elastic = options.elastic
-    return JobSpec(
-        code,
-        function,
-        start_timeout=options.start_timeout,
-        ends_late=options.ends_late,
-        name_of=options.name_of,
-        elastic=ElasticSpec(elastic.max_np or 0, elastic.preemption_command, store),
-    )
-
-
-def _limits(options: Options, size: int) -> ElasticLimits:
-    """Return the limits of a job that starts with `size` ranks."""
-    elastic = options.elastic
-    return ElasticLimits(
-        min_np=elastic.min_np or size,
-        max_np=elastic.max_np,
-        start_np=size,
-        reset_limit=elastic.reset_limit,
-        elastic_timeout=elastic.timeout,
-        cooldown=elastic.cooldown,
-        name_of=options.name_of,
-    )
+    own = ElasticSpec(elastic.max_np or 0, elastic.preemption_command, store)
+    return replace(spec_of(options, code, function=function), elastic=own)
 
 
 def make_store(url: str, every: int, env: list[tuple[bytes, bytes]]) -> StoreOrder | None:

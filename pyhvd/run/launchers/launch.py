@@ -17,10 +17,8 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ParamSpec, TextIO, TypeVar, Unpack
 
-from pyhvd.config import read_timeout
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.driver.console import Console
 from pyhvd.job.driver.kept_agents import KeptAgents
@@ -33,20 +31,20 @@ from pyhvd.job.rank.call import (
     check_text_files,
     expect,
     interface_names,
-    is_duration,
     rank_variables,
+    read_duration,
 )
-from pyhvd.job.spec import START_TIMEOUT, JobSpec, argument_of
+from pyhvd.job.spec import START_TIMEOUT, argument_of
 from pyhvd.run.hosts.agent_template import check_agent
 from pyhvd.run.hosts.clusters.detection import find_rank
 from pyhvd.run.hosts.clusters.results import Surroundings
 from pyhvd.run.hosts.environment import to_send
-from pyhvd.run.hosts.hosts import HostRanks, HostsError, JobHosts, is_loopback
+from pyhvd.run.hosts.hosts import HostRanks, HostsError, is_loopback
 from pyhvd.run.hosts.own_host import find_own
 from pyhvd.run.hosts.selection import HostSelection, read_file, select
-from pyhvd.run.launchers.elastic import begin, spec_of
-from pyhvd.run.launchers.launch_elastic import Elastic, ElasticCall, read_elastic
-from pyhvd.run.launchers.many_hosts import RankFiles, ending, make_driver
+from pyhvd.run.launchers.elastic import begin, elastic_spec
+from pyhvd.run.launchers.launch_elastic import Elastic, read_elastic
+from pyhvd.run.launchers.many_hosts import RankFiles, ending, make_driver, spec_of
 from pyhvd.run.options import Options
 
 P = ParamSpec("P")
@@ -126,9 +124,9 @@ class Hosts:
         launch_agent: str | None = None,
         verbose: int = 0,
     ) -> None:
-        _check_places(hosts, hostfile, start_timeout, ssh_port, ssh_identity_file, launch_agent)
+        _check_places(hosts, hostfile, ssh_port, ssh_identity_file, launch_agent)
         expect(isinstance(verbose, int), "verbose", verbose, "0 or 1")
-        given = float(start_timeout or read_timeout(START_TIMEOUT.suffix, 0.0))
+        given = read_duration(START_TIMEOUT._replace(default=0.0), start_timeout)  # 0 if nobody gives it
         self._options = Options(
             program=[],
             num_proc=None if np is None else check_size(np, "np"),
@@ -144,16 +142,14 @@ class Hosts:
             name_of=argument_of,
         )
         self._level = logging.WARNING if verbose else logging.DEBUG
-        self._placed = functools.cache(functools.partial(_place_ranks, self._options))
-        self._placed(self._options.num_proc)
+        self._select = functools.cache(functools.partial(_select, self._options))
+        self._select(self._options.num_proc)
         self._kept: KeptAgents | None = KeptAgents()
 
     def __enter__(self) -> Hosts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -181,69 +177,52 @@ class Hosts:
         The parameters, and the errors, are those of :func:`pyhvd.launch`.
         """
         job = _CallOptions(env, stdout, stderr, output_filename, prefix_output_with_timestamp, directory)
-        return self._launch((fn, args, kwargs), np, job)
+        return self._launch((fn, args, kwargs), np, job, {})
 
     def _launch(
-        self,
-        call: tuple[Any, Any, Any],
-        np: int | None,
-        job: _CallOptions,
-        elastic: ElasticCall | None = None,
+        self, call: tuple[Any, Any, Any], np: int | None, job: _CallOptions, elastic: Mapping[str, Any]
     ) -> list[Any]:
         if self._kept is None:
             raise ValueError("these hosts are closed: make new ones")
         fn, args, kwargs = call
         check_call((fn, args, {} if kwargs is None else kwargs), job.env, self._options.python)
         directory = os.path.abspath(job.directory or os.getcwd())
+        options = dataclasses.replace(self._options, directory=directory, **elastic)
         variables = to_send(os.environb, rank_variables(job.env, None))
         code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, _module_paths())
-        if elastic is not None:
-            return self._launch_elastic(elastic, directory, code, job)
-        placed = self._placed(self._options.num_proc if np is None else check_size(np, "np"))
-        options = self._options
-        spec = JobSpec(
-            code,
-            function=True,
-            start_timeout=options.start_timeout,
-            ends_late=options.ends_late,
-            name_of=argument_of,
-        )
-        with contextlib.closing(RankFiles(job.output_filename, placed.size, argument_of)) as files:
-            files.make(placed.size)
-            with job.show(files) as output:
-                return self._serve(spec, placed, directory, output, self._kept)
-
-    def _launch_elastic(self, call: ElasticCall, directory: str, code: bytes, job: _CallOptions) -> list[Any]:
-        options = dataclasses.replace(
-            self._options, elastic=call.options, slots_per_host=call.slots, directory=directory
-        )
-        if call.finds_hosts and (options.hosts is not None or options.hostfile is not None):
-            raise ValueError(
-                "host_discovery_script or discovery finds the hosts: leave hosts and hostfile out"
-            )
-        selection = None if call.finds_hosts else _select(options, options.num_proc)
-        most = options.elastic.max_np or options.num_proc or 1
+        if options.elastic.wanted:
+            return self._launch_elastic(options, code, job)
+        placed = self._select(options.num_proc if np is None else check_size(np, "np")).placed
+        assert placed is not None
         spec = spec_of(options, code, function=True)
-        with contextlib.closing(RankFiles(job.output_filename, most, argument_of)) as files:
-            shown = job.show(files)
-            with shown as output, begin(options, selection, call.discovery, spec, output, files) as begun:
-                return begun.serve_function()
-
-    def _serve(
-        self, spec: JobSpec, placed: JobHosts, directory: str, output: Output, kept: KeptAgents
-    ) -> list[Any]:
-        """Serve a job to its end; return the results in rank order."""
         # A caller cannot know without the log what is a warning.
         console = Console(
             functools.partial(_log.log, self._level, "%s"), functools.partial(_log.warning, "%s")
         )
-        driver, source = make_driver(self._options, spec, placed, directory, output, console, _name, kept)
-        for host in source.hosts:
-            _log.log(self._level, "the agent of %s: %s", host.name, shlex.join(host.command))
-        with as_function_errors(), ending(driver):
-            driver.serve()
-            source.keep_agents()
-        return driver.take_results()
+        with contextlib.closing(RankFiles(job.output_filename, placed.size, argument_of)) as files:
+            files.make(placed.size)
+            with job.show(files) as output:
+                driver, source = make_driver(options, spec, placed, output, console, _name, self._kept)
+                for host in source.hosts:
+                    _log.log(self._level, "the agent of %s: %s", host.name, shlex.join(host.command))
+                with as_function_errors(), ending(driver):
+                    driver.serve()
+                    source.keep_agents()
+                return driver.take_results()
+
+    def _launch_elastic(self, options: Options, code: bytes, job: _CallOptions) -> list[Any]:
+        finds_hosts = options.elastic.finds_hosts
+        if finds_hosts and options.chooses_hosts:
+            raise ValueError(
+                "host_discovery_script or discovery finds the hosts: leave hosts and hostfile out"
+            )
+        selection = None if finds_hosts else _select(options, options.num_proc)
+        most = options.elastic.max_np or options.num_proc or 1
+        spec = elastic_spec(options, code, function=True)
+        with contextlib.closing(RankFiles(job.output_filename, most, argument_of)) as files:
+            shown = job.show(files)
+            with shown as output, begin(options, selection, spec, output, files) as begun:
+                return begun.serve_function()
 
 
 def launch(
@@ -314,16 +293,10 @@ def _one_size(np: int | None, num_proc: int | None) -> int | None:
     return num_proc if np is None else np
 
 
-def _check_places(
-    hosts: Any, hostfile: Any, start_timeout: Any, port: Any, identity_file: Any, launch_agent: Any
-) -> None:
-    if hosts is not None and hostfile is not None:
-        raise ValueError("hosts and hostfile both choose the hosts: give one of them")
+def _check_places(hosts: Any, hostfile: Any, port: Any, identity_file: Any, launch_agent: Any) -> None:
     expect(hosts is None or isinstance(hosts, str), "hosts", hosts, "a str such as 'h1:4,h2:4'")
     path = isinstance(hostfile, str | os.PathLike)
     expect(hostfile is None or path, "hostfile", hostfile, "the path of a file")
-    right = start_timeout is None or is_duration(start_timeout)
-    expect(right, "start_timeout", start_timeout, "a number of seconds above 0")
     number = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 1 << 16
     expect(port is None or number, "ssh_port", port, "a number from 1 to 65535")
     right = identity_file is None or isinstance(identity_file, str)
@@ -348,13 +321,6 @@ def _network(given: str | Sequence[str] | None) -> list[str]:
         except ValueError as exc:
             raise ValueError(f"network_interfaces: {exc}") from None
     return words
-
-
-def _place_ranks(options: Options, size: int | None) -> JobHosts:
-    """Return the hosts of a job of `size` ranks; if None, each host slot gets a rank."""
-    placed = _select(options, size).placed
-    assert placed is not None
-    return placed
 
 
 def _select(options: Options, size: int | None) -> HostSelection:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from pyhvd.config import read_timeout
 from pyhvd.job.driver.discovery import FindsHosts, HostFinder
-from pyhvd.job.rank.call import check_size, expect, is_duration
+from pyhvd.job.rank.call import check_size, expect, read_duration
 from pyhvd.job.spec import ELASTIC_TIMEOUT
 from pyhvd.run.options import ElasticOptions
 
@@ -28,32 +26,8 @@ class Elastic(TypedDict, total=False):
     discovery: HostFinder | None
 
 
-@dataclass(frozen=True)
-class ElasticCall:
-    """What a call says of an elastic job.
-
-    Attributes
-    ----------
-    options : ElasticOptions
-        What pyhvdrun's flags can say too.
-    slots : int or None
-        The slots of a host that is given or found without them.
-    discovery : HostFinder or None
-        Finds the hosts; None if a script does, or if they are given.
-    """
-
-    options: ElasticOptions
-    slots: int | None
-    discovery: HostFinder | None
-
-    @property
-    def finds_hosts(self) -> bool:
-        """Whether the hosts are found while the job runs."""
-        return self.discovery is not None or self.options.discovery_script is not None
-
-
-def read_elastic(given: Mapping[str, Any]) -> ElasticCall | None:
-    """Return what a call says of an elastic job; None if nothing.
+def read_elastic(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Options that a call for an elastic job sets; none for another call.
 
     Raises
     ------
@@ -65,7 +39,7 @@ def read_elastic(given: Mapping[str, Any]) -> ElasticCall | None:
             raise TypeError(f"launch() got an unexpected keyword argument {name!r}")
     known = {name: value for name, value in given.items() if value is not None}
     if not known:
-        return None
+        return {}
     script, finder = known.get("host_discovery_script"), known.get("discovery")
     if script is not None and finder is not None:
         raise ValueError("host_discovery_script and discovery both find the hosts: give one of them")
@@ -81,18 +55,15 @@ def read_elastic(given: Mapping[str, Any]) -> ElasticCall | None:
     )
     limit = known.get("reset_limit")
     expect(limit is None or (type(limit) is int and limit >= 0), "reset_limit", limit, "0 or more restarts")
-    timeout = known.get("elastic_timeout")
-    right = timeout is None or is_duration(timeout)
-    expect(right, "elastic_timeout", timeout, "a number of seconds above 0")
-    if timeout is None:
-        timeout = read_timeout(ELASTIC_TIMEOUT.suffix, ELASTIC_TIMEOUT.default)
+    timeout = read_duration(ELASTIC_TIMEOUT, known.get("elastic_timeout"))
     cooldown: Any = known.get("cooldown_range", ElasticOptions.cooldown)
-    if "cooldown_range" in known:
-        low, high = _COOLDOWNS_S
-        right = len(cooldown) == 2 and low <= cooldown[0] <= cooldown[1] <= high
-        expect(right, "cooldown_range", cooldown, f"two numbers of seconds from {low} to {high}")
+    low, high = _COOLDOWNS_S
+    right = len(cooldown) == 2 and low <= cooldown[0] <= cooldown[1] <= high
+    expect(right, "cooldown_range", cooldown, f"two numbers of seconds from {low} to {high}")
     slots = known.get("slots")
     expect(slots is None or (type(slots) is int and slots > 0), "slots", slots, "a whole number above 0")
     first, last = map(float, cooldown)
-    options = ElasticOptions(script, least, most, limit, float(timeout), (first, last))
-    return ElasticCall(options, slots, finder)
+    options = ElasticOptions(
+        least, most, script, finder, reset_limit=limit, timeout=timeout, cooldown=(first, last)
+    )
+    return {"elastic": options, "slots_per_host": slots}

@@ -7,6 +7,7 @@ the ranks. At the end it prints the first failure, below all other output.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import selectors
@@ -27,7 +28,7 @@ from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_dir
 from pyhvd.job.mpi.rank_env import OF_ONE_RANK, OPENMPI, without
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, LOST, ExitReport, root_cause
-from pyhvd.job.process.guardian import signal_group
+from pyhvd.job.process.guardian import die_with_parent, signal_group
 from pyhvd.job.process.private_folder import PrivateFolder
 from pyhvd.job.process.rank_line import ENTERING, GOES_ON, REPORT, Entrance
 from pyhvd.job.process.signals import (
@@ -93,9 +94,10 @@ class _LocalJob:
     _ended: set[int] = field(default_factory=set)
     _reports: list[ExitReport] = field(default_factory=list)
     _stopped_by: int = 0
-    _end_at: float | None = None  # when the launcher ends the job itself
-    _kill_at: float | None = None  # when the launcher kills what is left
-    _say_waiting_at: float | None = None
+    _start_by: float = math.inf  # when ranks that have not started are too late
+    _end_at: float = math.inf  # when the launcher ends the job itself
+    _kill_at: float = math.inf  # when the launcher kills what is left
+    _say_waiting_at: float = math.inf
     _start_failed: bool = False
 
     def __post_init__(self) -> None:
@@ -106,54 +108,53 @@ class _LocalJob:
 
     def run(self) -> int:
         """Run the job to its end, and print its failure; return the exit code."""
-        self._prepare()
+        read = wake_on_signals(self._on_signal)
+        self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         mpiexec = subprocess.Popen(
             self.command,
             env=self.environment,
             stdin=subprocess.DEVNULL,  # rank 0 gets the launcher's by its line
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
-            preexec_fn=_die_with_launcher,  # safe: this process has one thread
+            # Safe, as this process has one thread.
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM, os.getpid()),
         )
-        start_by = time.monotonic() + self.options.start_timeout
+        self._start_by = time.monotonic() + self.options.start_timeout
         while mpiexec.poll() is None:
             now = time.monotonic()
-            if len(self._seen) < self._size and now > start_by and self._end_at is None:
+            if len(self._seen) == self._size:
+                self._start_by = math.inf
+            if now > self._start_by and self._end_at == math.inf:
                 self._start_failed = True
                 self._end_at = now
             self._check_entrance(now)
-            if self._say_waiting_at is not None and now >= self._say_waiting_at:
+            if now >= self._say_waiting_at:
                 self._say_waiting()
-            if self._stopped_by and len(self._ended) == self._size and self._end_at is not None:
+            if self._stopped_by and len(self._ended) == self._size:
                 self._end_at = min(self._end_at, now)
-            if self._end_at is not None and now >= self._end_at and self._kill_at is None:
+            if now >= self._end_at and self._kill_at == math.inf:
                 self._end(mpiexec)
-            if self._kill_at is not None and now >= self._kill_at:
+            if now >= self._kill_at:
                 signal_group(mpiexec.pid, signal.SIGKILL)
-            self._wait(start_by)
+            self._wait()
         self._drain()
         return self._conclude(mpiexec.returncode)
-
-    def _prepare(self) -> None:
-        read = wake_on_signals(self._on_signal)
-        self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number in ENDING:
             grace = 0.0 if self._stopped_by else GRACE_S  # the second signal ends them now
             self._stopped_by = self._stopped_by or number
             self._end_by(grace)
-            self._say_waiting_at = time.monotonic() + SAY_WAITING_S if grace else None
+            self._say_waiting_at = time.monotonic() + SAY_WAITING_S if grace else math.inf
         for line, rank in self._ranks.items():
             if rank >= 0:  # the answer to a hello tells the others
                 line.send("signal", number)
 
     def _end_by(self, seconds: float) -> None:
-        end_at = time.monotonic() + seconds
-        self._end_at = end_at if self._end_at is None else min(self._end_at, end_at)
+        self._end_at = min(self._end_at, time.monotonic() + seconds)
 
     def _say_waiting(self) -> None:
-        self._say_waiting_at = None
+        self._say_waiting_at = math.inf
         if slow := sorted(self._seen - self._ended):
             say(describe_waiting(slow))
 
@@ -166,7 +167,7 @@ class _LocalJob:
 
     def _check_entrance(self, now: float) -> None:
         """End the job if ranks wait in MPI_Init for one that has ended; name one that is late there."""
-        if self._end_at is not None:
+        if self._end_at < math.inf:
             return
         absent, late = self._entrance.absent(), self._entrance.late(now)
         for rank, text in filter(None, (absent, late)):
@@ -177,14 +178,14 @@ class _LocalJob:
                 self._reports.append(ExitReport(rank, EXIT, 1, title))
                 self._end_at = now
 
-    def _wait(self, start_by: float) -> None:
-        pending = [self._kill_at] if self._kill_at is not None else [self._end_at, self._say_waiting_at]
-        if self._end_at is None and self._entrance.late_at < math.inf:
-            pending.append(self._entrance.late_at)
-        if len(self._seen) < self._size and self._end_at is None:
-            pending.append(start_by)
-        soonest = min((at for at in pending if at is not None), default=None)
-        timeout = None if soonest is None else max(0.0, soonest - time.monotonic()) + 0.001
+    def _wait(self) -> None:
+        if self._kill_at < math.inf:
+            soonest = self._kill_at
+        elif self._end_at < math.inf:
+            soonest = min(self._end_at, self._say_waiting_at)
+        else:
+            soonest = min(self._start_by, self._entrance.late_at)
+        timeout = None if soonest == math.inf else max(0.0, soonest - time.monotonic()) + 0.001
         for key, _ in self._selector.select(timeout):
             with contextlib.suppress(BlockingIOError):
                 key.data()
@@ -195,8 +196,10 @@ class _LocalJob:
         self._ranks[line] = -1
         self._selector.register(line, selectors.EVENT_READ, lambda: self._receive(line))
 
-    def _receive(self, line: Line) -> None:
-        for what, value in line.receive():
+    def _receive(self, line: Line) -> bool:
+        """Take the messages of a rank's supervisor; return whether there were some."""
+        messages = line.receive()
+        for what, value in messages:
             if what == "hello":
                 self._ranks[line] = value
                 self._seen.add(value)
@@ -219,13 +222,14 @@ class _LocalJob:
         if not line.open:
             rank = self._ranks[line]
             self._disconnect(line)
-            if rank >= 0 and rank not in self._ended and self._kill_at is None:
+            if rank >= 0 and rank not in self._ended and self._kill_at == math.inf:
                 text = f"pyhvd: rank {rank} of {self._size} was lost: the process that watched it was killed"
                 if self._ended:
                     before = list_numbers(self._ended)
                     text += f" (ended before it: rank {before}; without exit handlers mpiexec then ends all)"
                 self._reports.append(ExitReport(rank, LOST, 1, text))
                 self._end_by(_FAILED_S)
+        return bool(messages)
 
     def _disconnect(self, line: Line) -> None:
         self._selector.unregister(line)
@@ -238,11 +242,8 @@ class _LocalJob:
             while True:
                 self._accept()
         for line in list(self._ranks):
-            while line in self._ranks and line.open:
-                before = len(self._reports), len(self._ended), len(self._seen)
-                self._receive(line)
-                if before == (len(self._reports), len(self._ended), len(self._seen)):
-                    break
+            while line in self._ranks and self._receive(line):
+                pass
 
     def _conclude(self, returncode: int) -> int:
         """Print the first failure; return the exit code."""
@@ -283,12 +284,3 @@ def _rank_command(options: Options) -> list[str]:
     # Without -P, modules of the working directory would shadow those of pyhvd and of the standard library.
     flags = [*(word for word in flags if word != "-P"), "-P"]
     return [options.python or sys.executable, *flags, "-m", "pyhvd.run", *options.rank_arguments()]
-
-
-def _die_with_launcher() -> None:
-    from pyhvd.job.process.guardian import die_with_parent
-
-    die_with_parent(signal.SIGTERM, _LAUNCHER)
-
-
-_LAUNCHER = os.getpid()

@@ -12,8 +12,9 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from pyhvd.errors import ConfigError
 from pyhvd.job.agent.host_facts import gather
@@ -54,31 +55,37 @@ def run(options: Options, placed: JobHosts) -> int:
         )
         return 2
     if options.verbose or options.dry_run:
-        for name, command in agent_commands(options, placed).items():
-            say(f"pyhvd: {name}: {shlex.join(command)}")
+        for host in host_slots(options, placed):
+            say(f"pyhvd: {host.name}: {shlex.join(host.command)}")
     if options.dry_run:
         return 0
-    status = StatusLine(sys.stderr, terminal=is_terminal(sys.stderr))
 
-    def serve() -> None:
-        files = RankFiles(options.output_filename, placed.size)
+    def serve(output: Output, files: RankFiles, status: StatusLine) -> None:
         files.make(placed.size)
-        shown = Output(
-            files=files.by_rank,
-            ranks=options.ranks,
-            before=status.end,
-            timestamp=options.prefix_timestamp,
-        )
-        with shown as output:
-            _drive(options, placed, output, status)
+        spec = spec_of(options, make_program(options).dump())
+        terminal = Terminal(status)
+        console = Console(status.say, status.say, terminal)
+        driver, _ = make_driver(options, spec, placed, output, console)
+        with noting_signals(terminal.signals) as wake, ending(driver):
+            wake_by(driver.selector, wake)
+            driver.serve()
 
-    return exit_code(serve)
+    return show_job(options, placed.size, serve)
 
 
-def exit_code(serve: Callable[[], None]) -> int:
-    """Serve a job; show why it failed, if it does, and return the exit code."""
+def show_job(options: Options, most: int, serve: Callable[[Output, RankFiles, StatusLine], None]) -> int:
+    """Serve a job, and show its output; show why it failed, if it does, and return the exit code.
+
+    `most` is the largest number of ranks, by which the names of files are padded.
+    """
+    status = StatusLine(sys.stderr, terminal=is_terminal(sys.stderr))
+    files = RankFiles(options.output_filename, most)
+    shown = Output(
+        files=files.by_rank, ranks=options.ranks, before=status.end, timestamp=options.prefix_timestamp
+    )
     try:
-        serve()
+        with shown as output:
+            serve(output, files, status)
     except (LaunchError, ConfigError) as exc:
         for line in str(exc).splitlines():
             say(f"pyhvd: {line}")
@@ -94,42 +101,44 @@ def exit_code(serve: Callable[[], None]) -> int:
     return 0
 
 
-def _drive(options: Options, placed: JobHosts, output: Output, status: StatusLine) -> None:
-    directory = options.directory or os.getcwd()
+def make_program(options: Options, preload: Sequence[str] = ()) -> Program:
+    """Return what the ranks run; zygotes import the modules of `preload`."""
     given = dict(os.environb) if options.send_environment else {}
-    program = Program(
-        "pyhvd.run.entry.program_rank", options.program, directory, to_send(given, options.settings)
+    sent = to_send(given, options.settings)
+    return Program(
+        "pyhvd.run.entry.program_rank", options.program, options.rank_directory, sent, list(preload)
     )
-    spec = JobSpec(program.dump(), start_timeout=options.start_timeout, ends_late=options.ends_late)
-    terminal = Terminal(status)
-    console = Console(status.say, status.say, terminal)
-    driver, _ = make_driver(options, spec, placed, directory, output, console)
-    with noting_signals(terminal.signals) as wake, ending(driver):
-        wake_by(driver.selector, wake)
-        driver.serve()
+
+
+def spec_of(options: Options, code: bytes, *, function: bool = False) -> JobSpec:
+    """Return the description of a job, whose ranks run a program or a function."""
+    return JobSpec(
+        code,
+        function,
+        start_timeout=options.start_timeout,
+        ends_late=options.ends_late,
+        name_of=options.name_of,
+    )
 
 
 def make_driver(
     options: Options,
     spec: JobSpec,
     placed: JobHosts,
-    directory: str,
     output: Output,
     console: Console,
-    name_of: Callable[[HostRanks], str] = lambda each: each.host.name,
+    name_of: Callable[[HostRanks], str] = attrgetter("host.name"),
     kept: KeptAgents | None = None,
 ) -> tuple[GenerationDriver, CommandSource]:
     """Return the driver of a job that the first failure ends, and the source of its agents.
 
-    `directory` is where the ranks run, `name_of` returns a host's name for messages and ranks, and `kept` has
-    the agents of earlier jobs.
+    `name_of` returns a host's name for messages and ranks, and `kept` has the agents of earlier jobs.
     """
-    commands = agent_commands(options, placed)
     logins = {name_of(each): each.host.destination for each in placed.hosts}
     source = CommandSource(
         spec,
-        [HostSlots(name_of(each), len(each.ranks), commands[each.host.name]) for each in placed.hosts],
-        lambda: check_hosts(options, directory),
+        host_slots(options, placed, name_of),
+        lambda: check_hosts(options),
         lambda name, code, said: explain(logins[name], code, said, options.name_of),
         kept,
     )
@@ -139,13 +148,11 @@ def make_driver(
 @contextlib.contextmanager
 def ending(driver: GenerationDriver) -> Iterator[None]:
     """End the ranks, the agents that are left, and the driver at the end of the context."""
-    try:
-        yield
-    finally:
+    with contextlib.closing(driver):
         try:
-            driver.stop("the job is over", _STOP_S)
+            yield
         finally:
-            driver.close()
+            driver.stop("the job is over", _STOP_S)
 
 
 def wanted_network(options: Options, placed: JobHosts) -> Wanted:
@@ -176,16 +183,18 @@ def wanted_network(options: Options, placed: JobHosts) -> Wanted:
     return Wanted(wishes, source, show=options.verbose, ports=ports, name_of=options.name_of)
 
 
-def agent_commands(options: Options, placed: JobHosts) -> dict[str, list[str]]:
-    """Return the command that starts each host's agent, by the host's name."""
-    python = options.python or sys.executable
-    agent = f"exec {shlex.quote(python)} -P -m pyhvd.job.agent.host_agent"
-    return {
-        each.host.name: ["sh", "-c", agent]
-        if each.own and options.launch_agent is None
-        else agent_command(placed.agent, each.host.destination, agent)
-        for each in placed.hosts
-    }
+def host_slots(
+    options: Options, placed: JobHosts, name_of: Callable[[HostRanks], str] = attrgetter("host.name")
+) -> list[HostSlots]:
+    """Return the hosts of a job, with the commands that start their agents."""
+    agent = f"exec {shlex.quote(options.python or sys.executable)} -P -m pyhvd.job.agent.host_agent"
+    hosts = []
+    for each in placed.hosts:
+        command = agent_command(placed.agent, each.host.destination, agent)
+        if each.own and options.launch_agent is None:
+            command = ["sh", "-c", agent]
+        hosts.append(HostSlots(name_of(each), len(each.ranks), command))
+    return hosts
 
 
 @dataclass
@@ -227,7 +236,7 @@ class RankFiles:
             file.close()
 
 
-def check_hosts(options: Options, directory: str) -> Checked:
+def check_hosts(options: Options) -> Checked:
     """Return what all hosts must have, as this one has it.
 
     Raises
@@ -238,6 +247,7 @@ def check_hosts(options: Options, directory: str) -> Checked:
     library = find_library()
     if options.verbose:
         say(f"pyhvd: mpi4py is built on {library.name}")
+    directory = options.rank_directory
     facts = gather(directory, options.script, library)
     if options.script and not facts.script:
         raise LaunchError(describe_missing(options.script, directory).removeprefix("pyhvd: "))

@@ -16,30 +16,23 @@ from pyhvd.common.urls import fsspec_url
 from pyhvd.spark.errors import DataError, needed
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path in a form that is valid in every process: a URL of fsspec, or an absolute local path.
+class Folder:
+    """The files of one folder, by names relative to it. Pickling omits the connection.
 
-    See :func:`pyhvd.common.urls.fsspec_url`.
+    `options` are those of fsspec's file system, such as keys and endpoints. No text shows them. The attribute
+    `path` is valid in every process: see :func:`pyhvd.common.urls.fsspec_url`.
 
     Raises
     ------
     DataError
         The path is empty.
     """
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(f"path={text!r}: expected a folder, as a path or a URL")
-    return fsspec_url(text)
-
-
-class Folder:
-    """The files of one folder, by names relative to it. Pickling omits the connection.
-
-    `options` are those of fsspec's file system, such as keys and endpoints. No text shows them.
-    """
 
     def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
-        self.path = absolute(path)
+        text = os.fspath(path)
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"path={text!r}: expected a folder, as a path or a URL")
+        self.path = fsspec_url(text)
         self._options = dict(options or {})
         self._found: tuple[Any, str] | None = None
 
@@ -73,8 +66,7 @@ class Folder:
             The file does not exist.
         """
         fs, path = self._resolve(name)
-        data: bytes = fs.cat_file(path)
-        return data
+        return bytes(fs.cat_file(path))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file atomically: readers see either the old content or the new.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pyhvd.spark.data.columns import to_batch
@@ -25,10 +23,9 @@ class ParquetPieces:
     ) -> None:
         self.lengths = [piece.rows for piece in pieces]
         self._folder = folder
-        self._dataset = dataset
         self._columns = columns
         self._pieces = pieces
-        self._first_groups = list(accumulate((len(part.groups) for part in dataset.parts), initial=0))
+        self._groups = [(part, own) for part in dataset.parts for own in range(len(part.groups))]
         self._footers: dict[str, Any] = {}
 
     def load(self, number: int) -> Batch:
@@ -40,9 +37,7 @@ class ParquetPieces:
             The file is missing or damaged, or does not match the dataset's description.
         """
         piece = self._pieces[number]
-        which = bisect_right(self._first_groups, piece.group) - 1
-        part = self._dataset.parts[which]
-        own = piece.group - self._first_groups[which]
+        part, own = self._groups[piece.group]
         pa = needed("pyarrow")
         try:
             table = self._read(part.name, own)

@@ -52,8 +52,7 @@ class Selection:
             make = needed("pyarrow").RecordBatch.from_arrays
             return work(context.partitionId(), (make(batch.columns, names=names) for batch in batches))
 
-        rows: list[Any] = self.df.mapInArrow(renamed, schema, barrier=barrier).collect()
-        return rows
+        return list(self.df.mapInArrow(renamed, schema, barrier=barrier).collect())
 
 
 def check_frame(df: Any) -> None:

@@ -75,7 +75,6 @@ class Shard:
         self.rows = rows
         self.total_rows = total_rows
         self.steps = -(-rows // plan.batch_size)
-        self._pieces = len(source.lengths)
         self._source = source
         self._cached: dict[int, Batch] = {}
         self._rank = rank
@@ -121,12 +120,12 @@ class Shard:
 
     def read(self) -> Batch:
         """Return all rows of this rank as one batch, in the dataset's order."""
-        return self._gather(range(self._pieces))
+        return self._gather(range(len(self._source.lengths)))
 
     def _mixed_rows(self, epoch: int) -> Iterator[Batch]:
         """Yield the rows of a few pieces at a time, mixed if shuffled; read the next pieces meanwhile."""
         generator = draw(self._plan.seed, epoch, self._rank) if self._plan.shuffle else None
-        order = read_order(self._pieces, generator)
+        order = read_order(len(self._source.lengths), generator)
         if not order:
             return
         with ThreadPoolExecutor(1, "pyhvd-shard") as pool:

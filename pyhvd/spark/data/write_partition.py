@@ -53,11 +53,10 @@ class PartWriter:
             return Written(partition)
         try:
             columns, counts = self._write_groups(name, first, groups)
-        except DataError as exc:
+        except BaseException as exc:
             self.folder.remove(name)
-            return Written(partition, fault=str(exc))
-        except BaseException:
-            self.folder.remove(name)
+            if isinstance(exc, DataError):
+                return Written(partition, fault=str(exc))
             raise
         return Written(partition, DataFile(name, tuple(counts)), columns)
 

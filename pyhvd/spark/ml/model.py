@@ -109,7 +109,11 @@ class Model(SparkModel, MLWritable, MLReadable["Model"]):
             The path exists. ``model.write().overwrite().save(path)`` replaces it.
         """
         folder = _folder(path, storage_options)
-        _refuse_existing(folder)
+        if folder.exists():
+            raise DataError(
+                f"{folder.path} exists: save into a new folder, or replace it with"
+                " model.write().overwrite().save(path)"
+            )
         self.store_in(folder)
 
     def store_in(self, folder: Folder) -> None:
@@ -220,10 +224,8 @@ class ModelWriter(MLWriter):
         DataError
             The path exists.
         """
-        folder = _folder(path, None)
-        _refuse_existing(folder)
         # Spark's file comes last: without it a reader of Spark ML finds no model.
-        self._model.store_in(folder)
+        self._model.save(path)
         DefaultParamsWriter.saveMetadata(self._model, path, self.sc)
 
 
@@ -233,14 +235,6 @@ class ModelReader(MLReader["Model"]):
     def load(self, path: str) -> Model:
         """Return the model of a folder; see :meth:`Model.load`."""
         return Model.load(path)
-
-
-def _refuse_existing(folder: Folder) -> None:
-    if folder.exists():
-        raise DataError(
-            f"{folder.path} exists: save into a new folder, or replace it with"
-            " model.write().overwrite().save(path)"
-        )
 
 
 def _folder(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Folder:

@@ -19,12 +19,8 @@ _log = logging.getLogger("pyhvd")
 _CHECKPOINT = "last.pkl"
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The train_fn's state, from which training continues after an epoch, and each epoch's measures."""
-
-    history: list[dict[str, float]]
-    state: Any
+History = list[dict[str, float]]
+"""The measures of each epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +46,10 @@ class Run:
         except Exception as exc:
             _log.warning("the prepared data in %s could not be removed: %s", path, exc)
 
-    def checkpoint(self) -> Checkpoint | None:
-        """Return the run's last checkpoint; None for a new run.
+    def checkpoint(self) -> tuple[History, Any]:
+        """Return the run's history, and the train_fn's state from which training continues.
+
+        A new run has an empty history, and None for a state.
 
         Raises
         ------
@@ -60,7 +58,7 @@ class Run:
         """
         path = self._checkpoint_path()
         if not self.store.exists(path):
-            return None
+            return [], None
         try:
             history, state = cloudpickle.loads(self.store.read(path))
         except Exception as exc:
@@ -68,11 +66,11 @@ class Run:
                 f"the checkpoint {path} cannot be read ({type(exc).__name__}: {exc}): remove it to start"
                 " again, or choose another run_id"
             ) from exc
-        return Checkpoint(history, state)
+        return history, state
 
-    def save(self, checkpoint: Checkpoint) -> None:
+    def save(self, history: History, state: Any) -> None:
         """Replace the last checkpoint, atomically."""
-        self.store.write(self._checkpoint_path(), cloudpickle.dumps((checkpoint.history, checkpoint.state)))
+        self.store.write(self._checkpoint_path(), cloudpickle.dumps((history, state)))
 
     def _checkpoint_path(self) -> str:
         return f"{self.store.get_checkpoint_path(self.id)}/{_CHECKPOINT}"

@@ -18,7 +18,7 @@ import pyhvd as hvd
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.data.shard import Shard, shard
 from pyhvd.spark.ml.prediction import describe_outputs
-from pyhvd.spark.ml.runs import Checkpoint, Run
+from pyhvd.spark.ml.runs import History, Run
 
 Array = npt.NDArray[Any]
 
@@ -81,17 +81,14 @@ class Training:
     def __init__(self, plan: FitPlan) -> None:
         self._plan = plan
         self._train = self._open(plan.train_path, shuffle=plan.shuffle, equal_steps=True)
-        self._validation = (
-            self._open(plan.validation_path, shuffle=False, equal_steps=False)
-            if plan.validation_path is not None
-            else None
-        )
-        saved: Checkpoint | None = plan.run.checkpoint() if hvd.rank() == 0 else None
-        saved = hvd.broadcast_object(saved, name="checkpoint")
+        self._validation: Shard | None = None
+        if plan.validation_path is not None:
+            self._validation = self._open(plan.validation_path, shuffle=False, equal_steps=False)
+        saved = plan.run.checkpoint() if hvd.rank() == 0 else None
         self.run = f"run {plan.run.id!r}"
         self.seed = plan.seed
-        self.state = saved.state if saved else None
-        self.history: list[dict[str, float]] = saved.history if saved else []
+        self.history: History
+        self.history, self.state = hvd.broadcast_object(saved, name="checkpoint")
         self._since = time.monotonic()
 
     def epochs(self) -> Iterator[int]:
@@ -156,7 +153,7 @@ class Training:
         self.history.append({name: float(value) for name, value in measures.items()})
         if hvd.rank() != 0:
             return
-        self._plan.run.save(Checkpoint(self.history, state))
+        self._plan.run.save(self.history, state)
         if self._plan.verbose:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in self.history[-1].items())
             took = time.monotonic() - self._since

@@ -18,7 +18,7 @@ import msgspec
 from pyhvd.common.command_line import CommandParser, show_progress
 from pyhvd.common.text import describe_exception
 from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
-from pyhvd.run.cli import positive_float, positive_int
+from pyhvd.run.options import positive_float, positive_int
 from pyhvd.tools.doctor.advice import examine
 from pyhvd.tools.doctor.facts import DoctorFacts, gather
 from pyhvd.tools.doctor.screen import Report, show

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pyhvd.config import Config
+from pyhvd.errors import ConfigError
 from pyhvd.run.cli import parse
-from pyhvd.run.flags import SETTINGS, ConfigFileError, read_config_file
+from pyhvd.run.flags import SETTINGS, read_config_file
 
 pytest.importorskip("yaml")
 
@@ -158,7 +159,7 @@ def test_what_a_config_file_must_not_say(
 ) -> None:
     path = tmp_path / "pyhvd.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigFileError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_config_file(str(path), print)
     with pytest.raises(SystemExit, match="2"):
         settings_for("--config-file", str(path))
@@ -238,7 +239,7 @@ def test_timeouts_come_from_the_environment(
 
 
 def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigFileError, match="No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_config_file(str(tmp_path / "missing.yaml"), print)
 
 
@@ -251,7 +252,7 @@ def test_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigFileError, match=re.escape('pip install "pyhvd[cli]"')):
+    with pytest.raises(ConfigError, match=re.escape('pip install "pyhvd[cli]"')):
         read_config_file("any.yaml", print)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.spark.data import manifest
-from pyhvd.spark.data.folder import absolute
+from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column, DataFile, Dataset
 from pyhvd.spark.data.shard import BatchPlan, Shard, shard
 from pyhvd.spark.data.shares import MIXED, draw, pieces, read_order, share
@@ -207,14 +207,14 @@ def test_noise_is_no_description(noise: bytes) -> None:
     ],
 )
 def test_paths(given_path: str, seen: str) -> None:
-    assert absolute(given_path) == seen
+    assert Folder(given_path).path == seen
 
 
 def test_a_relative_path_is_the_callers(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.chdir(str(tmp_path))
-    assert absolute("data") == f"{tmp_path}/data"
+    assert Folder("data").path == f"{tmp_path}/data"
     with pytest.raises(DataError, match="expected a folder"):
-        absolute(" ")
+        Folder(" ")
 
 
 @pytest.mark.parametrize(("rank", "size", "batch_size"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])

@@ -64,17 +64,15 @@ def get_ext_suffix() -> str:
 @contextlib.contextmanager
 def env(**values: str | None) -> Iterator[None]:
     """Set environment variables inside a ``with`` block; None removes one."""
-    before = dict(os.environ)
-    try:
+    from unittest import mock  # it takes long to import
+
+    with mock.patch.dict(os.environ):
         for name, value in values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = str(value)
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def split_list(items: Sequence[T], n: int) -> list[Sequence[T]]:

@@ -622,7 +622,7 @@ def test_an_error_is_not_lost_when_spark_cannot_be_told(
     job = CollectJob.__new__(CollectJob)
     job.group = "pyhvd.spark.run.7"
     job._over = threading.Event()
-    job._context = SimpleNamespace(_jsc=None)
+    job.context = cast(Any, SimpleNamespace(_jsc=None))
     monkeypatch.setattr("pyhvd.spark.job.END_S", 0.0)
     job.end()
     assert "Spark could not be told to end job group pyhvd.spark.run.7" in caplog.text
