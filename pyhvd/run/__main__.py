@@ -32,7 +32,7 @@ def main() -> int:
         try:
             return _launch(options)
         except KeyboardInterrupt:  # before the launcher handles signals, or after
-            from pyhvd.job.driver.status_line import say
+            from pyhvd.job.driver.console import say
 
             say("pyhvd: ended by SIGINT")
             return 130

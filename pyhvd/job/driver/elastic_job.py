@@ -24,13 +24,12 @@ from pyhvd.common.text import list_hosts
 from pyhvd.job.connections import Standstill
 from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
-from pyhvd.job.driver.console import Console, Terminal, noting_signals, wake_by
+from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signals, wake_by
 from pyhvd.job.driver.drain_socket import DrainError, DrainSocket
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.held_commits import HeldCommits, Outcome, StateLostError
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
-from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
 from pyhvd.job.machines.machine import Say

@@ -16,11 +16,10 @@ from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.commits.store import CommitStore, StoreError, open_folder
 from pyhvd.job.driver.agent_command import AgentCommand
 from pyhvd.job.driver.agent_source import Checked, HostSlots
-from pyhvd.job.driver.console import log_warning
+from pyhvd.job.driver.console import StatusLine, log_warning
 from pyhvd.job.driver.discovery import CallDiscovery, Discovery, HostFinder, ScriptDiscovery
 from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob
 from pyhvd.job.driver.output import Output, is_terminal
-from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.machines.member_host import FoundHost
 from pyhvd.job.machines.membership import Membership

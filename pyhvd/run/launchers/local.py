@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from pyhvd.common.text import list_numbers
-from pyhvd.job.driver.status_line import say
+from pyhvd.job.driver.console import say
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.machines.machine import GOES_ON, Entrance
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec

@@ -19,11 +19,10 @@ from pyhvd.errors import ConfigError
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
-from pyhvd.job.driver.console import Console, Terminal, noting_signals, wake_by
+from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signals, say, wake_by
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output, is_terminal
-from pyhvd.job.driver.status_line import StatusLine, say
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.mpi.flavour import INSTALL, Flavour, find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous
