@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from pyhvd.job.agent.function_process import dump_call
-from pyhvd.job.driver.agent_command import AgentProcess
-from pyhvd.job.driver.agent_source import Checked, HostSlots
+from pyhvd.job.driver.agent_source import AgentProcess, Checked, HostSlots
 from pyhvd.job.driver.arrivals import Arrivals, TaskAgent
 from pyhvd.job.driver.console import log_warning
 from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from pyhvd.job.driver.agent_command import END_S
+from pyhvd.job.driver.agent_source import END_S
 from pyhvd.job.driver.discovery import INTERVAL_S
 from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
 from pyhvd.job.machines.member_host import FoundHost
@@ -23,7 +23,7 @@ _MOST_STRANGERS = 64
 
 
 class TaskAgent:
-    """The agent of a task that has connected; see :class:`~pyhvd.job.driver.agent_command.AgentProcess`.
+    """The agent of a task that has connected; see :class:`~pyhvd.job.driver.agent_source.AgentProcess`.
 
     Parameters
     ----------

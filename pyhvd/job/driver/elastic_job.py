@@ -22,8 +22,7 @@ from typing import Any, Protocol
 
 from pyhvd.common.text import list_hosts
 from pyhvd.job.connections import Standstill
-from pyhvd.job.driver.agent_command import AgentProcess
-from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
+from pyhvd.job.driver.agent_source import AgentProcess, Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signals, wake_by
 from pyhvd.job.driver.drain_socket import DrainError, DrainSocket
 from pyhvd.job.driver.generation_driver import GenerationDriver

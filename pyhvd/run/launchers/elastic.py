@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.commits.store import CommitStore, StoreError, open_folder
-from pyhvd.job.driver.agent_command import AgentCommand
-from pyhvd.job.driver.agent_source import Checked, HostSlots
+from pyhvd.job.driver.agent_source import AgentCommand, Checked, HostSlots
 from pyhvd.job.driver.console import StatusLine, log_warning
 from pyhvd.job.driver.discovery import CallDiscovery, Discovery, HostFinder, ScriptDiscovery
 from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob
