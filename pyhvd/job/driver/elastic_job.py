@@ -43,10 +43,10 @@ from pyhvd.job.machines.membership import (
     StartGeneration,
 )
 from pyhvd.job.machines.roster import Place
+from pyhvd.job.mpi.rank_env import JOB
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.signals import ENDING
 from pyhvd.job.rank.call import as_function_errors
-from pyhvd.job.rank.generation_env import JOB
 from pyhvd.job.spec import JobSpec
 from pyhvd.transport.tcp.session import ChannelError
 

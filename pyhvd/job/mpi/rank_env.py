@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pyhvd.common.kernel import cgroup_limits
 from pyhvd.job.mpi.openmpi.settings import PARAMETERS
 
-GENERATION = "PYHVD_ELASTIC_GENERATION"
+_ELASTIC = "PYHVD_ELASTIC_"
+GENERATION = _ELASTIC + "GENERATION"
 """The variable with the number of a rank's generation; ranks of jobs that are not elastic have none."""
+JOB = _ELASTIC + "JOB"
+"""The variable that has :attr:`RankGeneration.job`; the launcher sets it in all generations."""
 # Variables of the job that the executor itself belongs to.
 _OF_THE_EXECUTOR = ("HYDRA_", "OMPI_", "PRTE_")
 # Users set Open MPI's parameters by spark.executorEnv. orte_ and ess_ are Open MPI 4's for its own job.
@@ -62,7 +65,7 @@ HOROVOD_NUMBERS = tuple(
 OF_ONE_RANK = (
     *OF_RANKS,
     *HOROVOD_NUMBERS[1:],  # all ranks here have the same host
-    *("HOROVOD_ELASTIC", "PYHVD_ELASTIC_"),
+    *("HOROVOD_ELASTIC", _ELASTIC),
 )
 """How the names of variables begin that belong to one rank, or to one generation."""
 
@@ -122,6 +125,55 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
             local_size=_number(environ.get(local_size_name)) or size,
         )
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class RankGeneration:
+    """One generation of ranks.
+
+    Attributes
+    ----------
+    number : int
+        How often ranks were started again before.
+    commit : int
+        The number of the newest commit, from which this generation goes on; 0 if there is none.
+    source : int
+        A rank whose host holds that commit.
+    max_size : int
+        The most ranks that the job may have; 0 without a limit.
+    job : str
+        Letters that tell jobs apart, the same in all generations of one job.
+    stores : bool
+        Whether commits are stored outside of the hosts, by the host of rank 0.
+    """
+
+    number: int
+    commit: int = 0
+    source: int = 0
+    max_size: int = 0
+    job: str = ""
+    stores: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of a rank, but for :data:`JOB`."""
+        values = {
+            GENERATION: self.number,
+            _ELASTIC + "COMMIT": self.commit,
+            _ELASTIC + "SOURCE": self.source,
+            _ELASTIC + "MAX_SIZE": self.max_size,
+            _ELASTIC + "STORES": int(self.stores),
+            "HOROVOD_ELASTIC": 1,
+        }
+        return {name: str(value) for name, value in values.items()}
+
+
+def read_generation(environ: Mapping[str, str]) -> RankGeneration | None:
+    """Return the generation of this rank; None if its job is not elastic."""
+    if GENERATION not in environ:
+        return None
+    names = (GENERATION, *(_ELASTIC + name for name in ("COMMIT", "SOURCE", "MAX_SIZE", "STORES")))
+    number, commit, source, max_size, stores = (int(environ.get(name, "0")) for name in names)
+    return RankGeneration(number, commit, source, max_size, environ.get(JOB, ""), bool(stores))
 
 
 def _number(text: str | None) -> int | None:

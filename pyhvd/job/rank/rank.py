@@ -18,11 +18,11 @@ from typing import Any
 from pyhvd.common import launcher_hooks
 from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
+from pyhvd.job.errors import MadeRoom
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, SECONDARY, ExitReport, kind_of
 from pyhvd.job.process.rank_line import ENTERING, RESULT, tell, tell_crashes, tell_report
-from pyhvd.job.rank.generation_env import MadeRoom
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.job.rank.pickles import dump
 from pyhvd.transport.tcp.session import MAX_RECORD

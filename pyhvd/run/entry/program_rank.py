@@ -16,8 +16,7 @@ from pyhvd.job.process.guardian import guard
 def _run(control_fd: int) -> int:
     import msgspec
 
-    from pyhvd.job.mpi.rank_env import let_hangup_end, read_rank_env, set_defaults
-    from pyhvd.job.rank.generation_env import read_generation
+    from pyhvd.job.mpi.rank_env import let_hangup_end, read_generation, read_rank_env, set_defaults
     from pyhvd.job.rank.rank import read_code
     from pyhvd.run.entry.user_script import run_script
 
