@@ -18,12 +18,11 @@ from pyhvd.job.driver.output import Output
 from pyhvd.job.machines.membership import Membership
 from pyhvd.job.machines.roster import ElasticLimits, Place
 from pyhvd.job.messages import Facts
-from pyhvd.job.mpi.rank_env import MPICH
+from pyhvd.job.mpi.rank_env import MPICH, of_stores
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.rank.call import check_size, check_text_files, expect
 from pyhvd.job.spec import ELASTIC_TIMEOUT, ElasticSpec, JobSpec, argument_of
-from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.launchers.elastic import clear_store, make_store
 from pyhvd.spark.api import SparkCall, as_spark_errors, read_duration
 from pyhvd.spark.decommission import DecommissionWatch

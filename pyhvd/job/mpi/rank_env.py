@@ -1,4 +1,4 @@
-"""The variables of a rank: reading what its launcher set, removing a launcher's variables, setting defaults.
+"""The variables of a rank: reading what its launcher set, sending or removing a launcher's, setting defaults.
 
 Decides which process is the rank: its children inherit its variables. Does not touch MPI.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import stat
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from pyhvd.common.kernel import cgroup_limits
@@ -68,6 +69,21 @@ OF_ONE_RANK = (
     *("HOROVOD_ELASTIC", _ELASTIC),
 )
 """How the names of variables begin that belong to one rank, or to one generation."""
+
+# Of the launcher's own login, terminal and devices.
+_NEVER = {
+    *("PWD", "OLDPWD", "SHLVL", "_", "HOME", "USER", "LOGNAME", "MAIL", "SHELL", "HOSTNAME", "DISPLAY"),
+    *("LS_COLORS", "TMPDIR"),
+}
+_NEVER_PREFIXES = (
+    *("TERM", "SSH_", "XDG_", "DBUS_", "BASH_FUNC_"),
+    # Of a job that the launcher itself may be part of.
+    *(*OF_RANKS, *OF_CLUSTERS, "PRTE", "HYDRA"),
+)
+# Credentials and settings of file systems.
+_OF_STORES = ("AWS_", "AZURE_", "FSSPEC_", "GCE_", "GCLOUD_", "GOOGLE_", "HF_", "HTTP_PROXY", "HTTPS_PROXY")
+_NEVER_SUFFIX = "_VISIBLE_DEVICES"
+_SENT_NAME = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 
 # Without these settings a waiting rank keeps its core, also when ranks share cores. The first variable of
 # MPICH works at THREAD_MULTIPLE, the others below. With Open MPI, 4 ranks on 2 cores took seconds instead of
@@ -333,3 +349,30 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     parameters = {name: value for name, value in environ.items() if name.startswith(PARAMETERS)}
     own = without(environ, *OF_RANKS, *OF_CLUSTERS, *_OF_THE_EXECUTOR) | without(parameters, *_OF_A_JOB)
     return own | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def to_send(environ: Mapping[bytes, bytes], settings: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Return the variables to send: the launcher's, but for those of its own host and job, and the settings.
+
+    Parameters
+    ----------
+    environ : mapping of bytes to bytes
+        The launcher's environment.
+    settings : mapping of str to str
+        The user's; they are sent in any case.
+    """
+    sent = {name: value for name, value in environ.items() if _is_sent(name)}
+    sent |= {os.fsencode(name): os.fsencode(value) for name, value in settings.items()}
+    return list(sent.items())
+
+
+def of_stores(sent: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return those variables of :func:`to_send` that file systems of stores read."""
+    return [pair for pair in sent if os.fsdecode(pair[0]).upper().startswith(_OF_STORES)]
+
+
+def _is_sent(name: bytes) -> bool:
+    text = os.fsdecode(name)
+    if text in _NEVER or text.startswith(_NEVER_PREFIXES) or text.endswith(_NEVER_SUFFIX):
+        return False
+    return _SENT_NAME.fullmatch(name) is not None

@@ -24,12 +24,11 @@ from pyhvd.job.machines.member_host import FoundHost
 from pyhvd.job.machines.membership import Membership
 from pyhvd.job.machines.roster import ElasticLimits, Place
 from pyhvd.job.messages import StoreOrder
-from pyhvd.job.mpi.rank_env import MPICH
+from pyhvd.job.mpi.rank_env import MPICH, of_stores, to_send
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.spec import ElasticSpec, JobSpec
 from pyhvd.run.hosts.agent_template import explain, ssh_command
-from pyhvd.run.hosts.environment import of_stores, to_send
 from pyhvd.run.hosts.hosts import Host, HostRanks, JobHosts
 from pyhvd.run.hosts.own_host import find_own, is_own
 from pyhvd.run.hosts.selection import HostSelection

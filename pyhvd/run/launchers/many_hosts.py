@@ -26,7 +26,7 @@ from pyhvd.job.driver.output import Output, is_terminal
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.mpi.flavour import INSTALL, Flavour, find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous
-from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
+from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, to_send
 from pyhvd.job.mpi.rendezvous import PmiRendezvous, Rendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.network.network_plans import ANY, parse_wishes
@@ -34,7 +34,6 @@ from pyhvd.job.process.output import OutputFile, rank_files
 from pyhvd.job.spec import NETWORK_INTERFACES, OUTPUT_FILENAME, JobSpec, NameOf, flag_of
 from pyhvd.run.entry.missing_script import describe_missing
 from pyhvd.run.hosts.agent_template import agent_command, explain
-from pyhvd.run.hosts.environment import to_send
 from pyhvd.run.hosts.hosts import HostRanks, JobHosts
 from pyhvd.run.options import Options
 
