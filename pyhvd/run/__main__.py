@@ -94,8 +94,7 @@ def _launch_on_hosts(options: Options) -> int:
     from pyhvd.run.hosts.clusters.results import Surroundings
     from pyhvd.run.hosts.clusters.small import explain_torchrun
     from pyhvd.run.hosts.hosts import HostsError
-    from pyhvd.run.hosts.own_host import find_own
-    from pyhvd.run.hosts.selection import describe, read_file, select
+    from pyhvd.run.hosts.selection import describe, find_own, read_file, select
 
     refusal = explain_torchrun(os.environ)
     if refusal is not None:

@@ -30,8 +30,7 @@ from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.spec import ElasticSpec, JobSpec
 from pyhvd.run.hosts.agent_template import explain, ssh_command
 from pyhvd.run.hosts.hosts import Host, HostRanks, JobHosts
-from pyhvd.run.hosts.own_host import find_own, is_own
-from pyhvd.run.hosts.selection import HostSelection
+from pyhvd.run.hosts.selection import HostSelection, find_own, is_own
 from pyhvd.run.launchers.many_hosts import RankFiles, agent_commands, check_hosts, exit_code, wanted_network
 from pyhvd.run.options import Options
 from pyhvd.transport.tcp.connection import new_key

@@ -42,8 +42,7 @@ from pyhvd.run.hosts.agent_template import check_agent
 from pyhvd.run.hosts.clusters.detection import find_rank
 from pyhvd.run.hosts.clusters.results import Surroundings
 from pyhvd.run.hosts.hosts import HostRanks, HostsError, JobHosts, is_loopback
-from pyhvd.run.hosts.own_host import find_own
-from pyhvd.run.hosts.selection import HostSelection, read_file, select
+from pyhvd.run.hosts.selection import HostSelection, find_own, read_file, select
 from pyhvd.run.launchers.elastic import begin, spec_of
 from pyhvd.run.launchers.launch_elastic import Elastic, ElasticCall, read_elastic
 from pyhvd.run.launchers.many_hosts import RankFiles, ending, make_driver
