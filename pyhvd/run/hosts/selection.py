@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from pyhvd.job.spec import HOSTFILE, HOSTS, NUM_PROC
 from pyhvd.run.hosts.agent_template import SSH, ssh_command
-from pyhvd.run.hosts.clusters import small
-from pyhvd.run.hosts.clusters.detection import find_allocation
+from pyhvd.run.hosts.clusters.detection import explain_pod_of_job, find_allocation
 from pyhvd.run.hosts.clusters.results import Allocation, Surroundings
 from pyhvd.run.hosts.hosts import (
     Host,
@@ -84,7 +83,7 @@ def select(options: Options, around: Surroundings, find_own: FindOwn) -> HostSel
     if allocation is not None and allocation.hosts:
         return _allocated(allocation, options, find_own)
     if options.num_proc is None:
-        note = small.explain_pod_of_job(around.environ) or _MISSING_SIZE
+        note = explain_pod_of_job(around.environ) or _MISSING_SIZE
         return HostSelection("this host", (), None, note)
     host = Host("localhost", options.num_proc)
     placed = JobHosts((HostRanks(host, range(options.num_proc), own=True),), _agent(options, SSH))

@@ -16,7 +16,7 @@ from pyhvd.run import __main__ as command
 from pyhvd.run.cli import parse
 from pyhvd.run.entry import rank_entry
 from pyhvd.run.hosts import selection
-from pyhvd.run.hosts.clusters.marks import has_marks
+from pyhvd.run.hosts.clusters.detection import has_marks
 from pyhvd.run.hosts.hosts import JobHosts
 from pyhvd.run.launchers import local, many_hosts
 from pyhvd.run.options import Options
