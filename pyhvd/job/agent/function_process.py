@@ -14,8 +14,9 @@ from typing import Any
 
 from pyhvd.job.agent.rank_process import Program, RankEvents, RankProcess
 from pyhvd.job.messages import Start
+from pyhvd.job.process.rank_line import LENGTH
 from pyhvd.job.rank.pickles import dump_functions
-from pyhvd.job.rank.rank import LENGTH, PATHS
+from pyhvd.job.rank.rank import PATHS
 
 
 def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: Iterable[str]) -> bytes:

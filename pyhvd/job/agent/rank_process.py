@@ -20,10 +20,9 @@ from pyhvd.job.messages import Failed, Start
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import OF_RANKS, own_environment, without
 from pyhvd.job.process.exit_report import EXIT, LOST, ExitReport, describe_unreported
-from pyhvd.job.process.rank_line import RankLine
+from pyhvd.job.process.rank_line import LENGTH, RankLine
 from pyhvd.job.process.signals import describe_exit
 from pyhvd.job.process.supervised import GuardianCommand, SupervisedProcess, read_some
-from pyhvd.job.rank.rank import LENGTH
 
 _CHUNK = 1 << 16
 _GUARDIAN, _RANK = "pyhvd.job.process.guardian", "pyhvd.job.rank.rank"

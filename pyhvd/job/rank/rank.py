@@ -1,7 +1,7 @@
 """The rank itself: it receives the function from its agent, runs it, and sends the result.
 
-The agent sends the length (8 bytes) and the pickle of function, args and kwargs on the control socket. The
-rank answers with the messages of :mod:`pyhvd.job.process.rank_line`. The bytes of its result are those of
+The agent sends the pickle of function, args and kwargs on the control socket. The rank answers with the
+messages of :mod:`pyhvd.job.process.rank_line`. The bytes of its result are those of
 :mod:`pyhvd.job.rank.pickles`, or none to make room in an elastic job.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 import threading
 from contextlib import suppress
@@ -22,12 +21,11 @@ from pyhvd.job.errors import MadeRoom
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, SECONDARY, ExitReport, kind_of
-from pyhvd.job.process.rank_line import ENTERING, RESULT, tell, tell_crashes, tell_report
+from pyhvd.job.process.rank_line import ENTERING, RESULT, read_code, tell, tell_crashes, tell_report
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.job.rank.pickles import dump
 from pyhvd.transport.tcp.session import MAX_RECORD
 
-LENGTH = struct.Struct("!Q")
 PATHS = "_PYHVD_JOB_PATHS"
 """The variable with the directories in which a rank looks for modules before those of its Python."""
 _FLUSH_S = 0.5
@@ -106,23 +104,6 @@ def _pickled(exc: BaseException) -> bytes:
     except Exception:
         return b""
     return pickled if len(pickled) <= _MOST_EXCEPTION else b""
-
-
-def read_code(control: socket.socket) -> bytearray:
-    """Return the code that the rank's agent sends first."""
-    (length,) = LENGTH.unpack(_read_exactly(control, LENGTH.size))
-    return _read_exactly(control, length)
-
-
-def _read_exactly(control: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = control.recv_into(view)
-        if not count:
-            raise EOFError("the task is gone")
-        view = view[count:]
-    return data
 
 
 def _flush() -> bool:

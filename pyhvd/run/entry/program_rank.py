@@ -17,7 +17,7 @@ def _run(control_fd: int) -> int:
     import msgspec
 
     from pyhvd.job.mpi.rank_env import let_hangup_end, read_generation, read_rank_env, set_defaults
-    from pyhvd.job.rank.rank import read_code
+    from pyhvd.job.process.rank_line import read_code
     from pyhvd.run.entry.user_script import run_script
 
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # the agent runs in the background of a shell
