@@ -18,9 +18,9 @@ from pyhvd._version import __version__
 from pyhvd.common.urls import local_path
 from pyhvd.config import port_range, read_timeout
 from pyhvd.errors import ConfigError
+from pyhvd.job.rank.imports import AS_HOROVOD
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT
 from pyhvd.run.flags import SETTINGS, ConfigFileError, add_flags, checked, settings_of
-from pyhvd.run.horovod_name import AS_HOROVOD
 from pyhvd.run.options import ElasticOptions, Options
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")

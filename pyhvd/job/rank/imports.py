@@ -1,4 +1,4 @@
-"""What a rank does when its program imports mpi4py.MPI or pyspark.
+"""What a rank does when its program imports mpi4py.MPI, pyspark or horovod.
 
 mpi4py.MPI: detecting that mpiexec belongs to another MPI: then N ranks become N worlds of one rank each.
 
@@ -10,6 +10,8 @@ mpi4py.MPI: detecting that mpiexec belongs to another MPI: then N ranks become N
    So the supervisor gets a tentative text, which it shows if the rank ends in MPI_Init.
 
 pyspark: a rank that belongs to a Spark task finds there what the task has.
+
+horovod: it is pyhvd's under ``pyhvdrun --as-horovod``, unless Horovod is installed.
 """
 
 from __future__ import annotations
@@ -33,6 +35,12 @@ if TYPE_CHECKING:
 
 SPARK_TASK = "_PYHVD_SPARK_TASK"
 """The variable with the files of a rank's Spark task, as JSON; see :mod:`pyhvd.spark.task_body`."""
+
+
+AS_HOROVOD = "PYHVD_AS_HOROVOD"
+"""The variable of ranks whose program may import horovod."""
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_HOROVOD = os.path.join(_PACKAGE, "aliases", "on_path")
 
 
 class ImportWatch:
@@ -221,3 +229,12 @@ class _PysparkWatch(ImportWatch):
 
     def end(self, module: ModuleType) -> None:  # noqa: ARG002
         _prepare_pyspark()
+
+
+def offer_horovod() -> None:
+    """Let this process import ``horovod`` if its launcher was told so; an installed Horovod comes first.
+
+    The folder is the last of sys.path, which multiprocessing passes on to the processes that it starts.
+    """
+    if os.environ.get(AS_HOROVOD) == "1" and _HOROVOD not in sys.path:
+        sys.path.append(_HOROVOD)

@@ -20,8 +20,7 @@ from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, ExitReport, kind_of
 from pyhvd.job.process.rank_line import ENTERING, SEGMENTS, TENTATIVE, UP, tell, tell_crashes, tell_report
-from pyhvd.job.rank.imports import watch_mpi_import
-from pyhvd.run.horovod_name import offer_horovod
+from pyhvd.job.rank.imports import offer_horovod, watch_mpi_import
 from pyhvd.transport.mpi.ending import take_over, watch_abort
 
 
