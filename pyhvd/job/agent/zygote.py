@@ -24,7 +24,6 @@ import importlib
 import importlib.util
 import os
 import random
-import runpy
 import select
 import signal
 import socket
@@ -37,7 +36,7 @@ from typing import NoReturn
 import msgspec
 
 from pyhvd.job.mpi.rank_env import read_rank_env, set_defaults
-from pyhvd.job.process.guardian import die_with_parent
+from pyhvd.job.process import guardian
 
 MAX_REQUEST = 1 << 20
 _FIRST_FREE = 512  # the lowest number of a request's descriptors until they get their own numbers
@@ -90,10 +89,8 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 
     Attributes
     ----------
-    module : str
-        The guardian's module.
     arguments : list of str
-        The guardian's arguments.
+        The guardian's, as a command has them.
     env : dict of str to str
         The guardian's whole environment.
     directory : str
@@ -102,7 +99,6 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
         The number that each descriptor gets in the guardian.
     """
 
-    module: str
     arguments: list[str]
     env: dict[str, str]
     directory: str
@@ -311,10 +307,9 @@ def become(wanted: Fork, descriptors: Sequence[int]) -> NoReturn:
     os.environ.update(wanted.env)
     os.chdir(wanted.directory)
     reseed()
-    sys.argv = [wanted.module, *wanted.arguments]
-    # SystemExit of the guardian, or of its forked rank, passes through here: exit handlers run as usual.
-    runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
-    sys.exit(0)
+    sys.argv = [guardian.__file__, *wanted.arguments]
+    # SystemExit of the forked rank passes through here: exit handlers run as usual.
+    guardian.guard_rank(*wanted.arguments)
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
@@ -331,5 +326,5 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(signal.SIGKILL, os.getppid())
+    guardian.die_with_parent(signal.SIGKILL, os.getppid())
     serve(socket.socket(fileno=int(sys.argv[1])))

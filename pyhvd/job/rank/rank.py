@@ -27,18 +27,24 @@ from pyhvd.job.rank.pickles import dump
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 PATHS = "_PYHVD_JOB_PATHS"
-"""The variable with the directories in which a rank looks for modules before those of its Python."""
+"""The variable with the directories in which a rank looks for modules before those of its Python.
+
+Each rank on a host of the job has it, and none of a Spark task.
+"""
 _FLUSH_S = 0.5
 # A pickled exception travels in one message, together with its report.
 _MOST_EXCEPTION = MAX_RECORD // 2
 
 
-def run_rank(control: socket.socket, *, sends_exception: bool = False) -> int:
+def run_rank(control: socket.socket) -> int:
     """Run the function and send its result; return the exit code 0. After a failure, report it and exit.
 
-    The report has the exception itself if `sends_exception`, and its text in any case. A child that the
+    The report has the exception itself on a host of the job, and its text in any case. A child that the
     function forks ends as Python ends it: it sends nothing.
     """
+    paths = os.environ.pop(PATHS, None)
+    if paths is not None:
+        sys.path[:0] = [path for path in paths.split(os.pathsep) if path and path not in sys.path]
     pid = os.getpid()
     launcher_hooks.supervised = True
     launcher_hooks.tell_up = segments.remove_own
@@ -70,7 +76,7 @@ def run_rank(control: socket.socket, *, sends_exception: bool = False) -> int:
             raise
         report = describe_failure(exc, rank_env.rank)
         _flush()
-        tell_report(control.fileno(), report, _pickled(exc) if sends_exception else b"")
+        tell_report(control.fileno(), report, b"" if paths is None else _pickled(exc))
         _leave(report.code)
     if os.getpid() == pid:
         tell(control.fileno(), RESULT, sum(map(len, pieces)), *pieces)

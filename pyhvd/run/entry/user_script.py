@@ -1,4 +1,7 @@
-"""Runs the script in the rank, and reports the exception that ends it."""
+"""Runs the script in the rank, and reports the exception that ends it.
+
+Under mpiexec a supervisor forks the rank. On a host of the job a guardian does (:func:`run_rank`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import atexit
 import importlib.util
 import io
 import os
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -16,12 +21,39 @@ from mpi4py.run import run_command_line, set_abort_status
 
 from pyhvd.common import launcher_hooks
 from pyhvd.job.mpi.abort import can_end_job, drain_output
-from pyhvd.job.mpi.rank_env import RankEnv
+from pyhvd.job.mpi.rank_env import RankEnv, let_hangup_end, read_generation, read_rank_env, set_defaults
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, ExitReport, kind_of
-from pyhvd.job.process.rank_line import ENTERING, SEGMENTS, TENTATIVE, UP, tell, tell_crashes, tell_report
+from pyhvd.job.process.rank_line import (
+    ENTERING,
+    SEGMENTS,
+    TENTATIVE,
+    UP,
+    read_code,
+    tell,
+    tell_crashes,
+    tell_report,
+)
 from pyhvd.job.rank.imports import offer_horovod, watch_mpi_import
 from pyhvd.transport.mpi.ending import take_over, watch_abort
+
+
+def run_rank(control: socket.socket) -> int:
+    """Run the program whose words the rank's agent sends on the control socket; return the exit code."""
+    import msgspec
+
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # the agent runs in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    control.set_inheritable(False)
+    program = msgspec.msgpack.decode(read_code(control), type=list[str])
+    rank_env = read_rank_env()
+    assert rank_env is not None
+    known = read_generation(os.environ)
+    message = set_defaults(rank_env, os.environ)
+    let_hangup_end(os.environ)  # the launcher alone sends SIGHUP, and knows of nohup
+    if message is not None and rank_env.rank == 0 and (known is None or not known.number):
+        print(message, file=sys.stderr, flush=True)
+    return run_script(program, rank_env, control.detach())
 
 
 def run_script(program: list[str], rank_env: RankEnv, line_fd: int) -> int:

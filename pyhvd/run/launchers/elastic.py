@@ -144,7 +144,7 @@ def run(options: Options, selection: HostSelection | None = None) -> int:
             before=status.end,
             timestamp=options.prefix_timestamp,
         )
-        program = Program("pyhvd.run.entry.program_rank", options.program, directory, sent, preload)
+        program = Program("pyhvd.run.entry.user_script", options.program, directory, sent, preload)
         spec = spec_of(options, program.dump(), store)
         with shown as output, begin(options, selection, None, spec, output, files, status) as job:
             job.serve()

@@ -96,7 +96,7 @@ def _drive(options: Options, placed: JobHosts, output: Output, status: StatusLin
     directory = options.directory or os.getcwd()
     given = dict(os.environb) if options.send_environment else {}
     program = Program(
-        "pyhvd.run.entry.program_rank", options.program, directory, to_send(given, options.settings)
+        "pyhvd.run.entry.user_script", options.program, directory, to_send(given, options.settings)
     )
     spec = JobSpec(program.dump(), start_timeout=options.start_timeout, ends_late=options.ends_late)
     terminal = Terminal(status)
