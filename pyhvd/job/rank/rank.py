@@ -11,10 +11,10 @@ import os
 import socket
 import sys
 import threading
-from contextlib import suppress
 from typing import Any
 
 from pyhvd.common import launcher_hooks
+from pyhvd.common.standard_files import flush_standard_files
 from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
 from pyhvd.job.errors import MadeRoom
@@ -117,7 +117,7 @@ def _flush() -> bool:
 
     Return False at once if the process has no room for a thread.
     """
-    thread = threading.Thread(target=_flush_both, daemon=True)
+    thread = threading.Thread(target=flush_standard_files, daemon=True)
     try:
         thread.start()
     except Exception:
@@ -126,16 +126,10 @@ def _flush() -> bool:
     return True
 
 
-def _flush_both() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-
-
 def _leave(code: int) -> Any:
     """Exit without exit handlers, which would wait for other ranks: the driver knows, and ends them all."""
     if not _flush():
-        _flush_both()
+        flush_standard_files()
     os._exit(code or 1)
 
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from mpi4py.run import run_command_line, set_abort_status
 
 from pyhvd.common import launcher_hooks
+from pyhvd.common.standard_files import flush_standard_files
 from pyhvd.job.mpi.abort import can_end_job, drain_output
 from pyhvd.job.mpi.rank_env import RankEnv, let_hangup_end, read_generation, read_rank_env, set_defaults
 from pyhvd.job.process import segments
@@ -141,7 +142,7 @@ class _Ending:
     def report(self, kind: str, code: int, text: str, when: float | None = None) -> int:
         """Report to the supervisor, which shows the text after the exit handlers, or without them."""
         self._code, self._text = code, text
-        _flush()
+        flush_standard_files()
         if self.is_own:
             at = time.time() if when is None else when
             tell_report(self._line_fd, ExitReport(self.rank, kind, code, text, at, titled=True))
@@ -179,7 +180,7 @@ class _Ending:
         """After a failure, exit before MPI_Finalize waits for other ranks; this is the last exit handler."""
         if self._code is None or not self.is_own:
             return
-        _flush()
+        flush_standard_files()
         if self.can_end_job:
             os._exit(self._code)
         # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
@@ -187,13 +188,6 @@ class _Ending:
         os.write(2, f"{self._text.rstrip()}\n".encode())
         drain_output()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _flush() -> None:
-    """Flush stdout and stderr, which the program may have closed or replaced."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
 
 
 def _classify(exc: BaseException, ending: _Ending) -> tuple[str, int, str]:
