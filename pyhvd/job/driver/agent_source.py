@@ -264,7 +264,7 @@ class CommandSource(AgentSource):
         """See :meth:`AgentSource.greet`."""
         agent = self._agent_of(peer)
         agent.waking = False
-        self.pool.set_clock(agent.number, greeting.clock - time.time())
+        self.pool.ahead[agent.number] = greeting.clock - time.time()
         if wrong := version_problem(self._own, greeting, self.spec.name_of):
             self._refuse(agent, wrong)
         else:

@@ -69,25 +69,25 @@ class StatusLine:
         Where it is shown.
     terminal : bool
         Whether that is a terminal; else nothing is shown.
+
+    Attributes
+    ----------
+    over : bool
+        Whether nothing more is shown.
     """
 
     def __init__(self, file: TextIO, *, terminal: bool) -> None:
         self._file = file
         self._lock = threading.Lock()
         self._text = ""
-        self._over = not terminal
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is shown."""
-        return self._over
+        self.over = not terminal
 
     def show(self, text: str) -> None:
         """Show a text in place of the last one."""
-        if self._over or not self._lock.acquire(blocking=False):  # another thread erases it
+        if self.over or not self._lock.acquire(blocking=False):  # another thread erases it
             return
         try:
-            if not self._over and text != self._text and self._takes_bytes():
+            if not self.over and text != self._text and self._takes_bytes():
                 self._text = text
                 self._write(f"{_ERASE}{text[: self._columns() - 1]}")
         finally:
@@ -100,10 +100,10 @@ class StatusLine:
 
     def end(self) -> None:
         """Erase the line, and show no more."""
-        if not self._over:
+        if not self.over:
             with self._lock:
                 self._erase()
-                self._over = True
+                self.over = True
 
     def say(self, text: str) -> None:
         """Show a line that stays; see :func:`say`."""
