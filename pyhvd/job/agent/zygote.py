@@ -16,7 +16,6 @@ Invariants
 
 from __future__ import annotations
 
-import array
 import ast
 import contextlib
 import gc
@@ -41,6 +40,7 @@ from pyhvd.job.process import guardian
 MAX_REQUEST = 1 << 20
 _FIRST_FREE = 512  # the lowest number of a request's descriptors until they get their own numbers
 _LENGTH = 4
+_MOST_DESCRIPTORS = 64
 _TASKS = "/proc/self/task"
 # Threads that tolerate a fork, by name. jemalloc, which pyarrow contains, takes its locks before a fork, and
 # starts its thread again in the child.
@@ -118,22 +118,15 @@ _decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 def send(channel: socket.socket, message: _Message, descriptors: Sequence[int] = ()) -> None:
     """Send a message, and descriptors with it."""
     data = msgspec.msgpack.encode(message)
-    head = len(data).to_bytes(_LENGTH, "big")
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    channel.sendmsg([head], rights)
+    socket.send_fds(channel, [len(data).to_bytes(_LENGTH, "big")], descriptors)
     channel.sendall(data)
 
 
 def receive(channel: socket.socket) -> tuple[_Message, list[int]] | None:
     """Return the next message with its descriptors; None at the end of the channel."""
-    room = socket.CMSG_SPACE(64 * array.array("i").itemsize)
-    head, rights, _, _ = channel.recvmsg(_LENGTH, room)
+    head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH, _MOST_DESCRIPTORS)
     if len(head) < _LENGTH:
         return None
-    descriptors = array.array("i")
-    for _, kind, data in rights:
-        if kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
     length = int.from_bytes(head, "big")
     if length > MAX_REQUEST:
         raise ValueError(f"a message of {length} bytes: at most {MAX_REQUEST} are allowed")
@@ -143,7 +136,7 @@ def receive(channel: socket.socket) -> tuple[_Message, list[int]] | None:
         if not part:
             return None
         body += part
-    return _decoder.decode(body), descriptors.tolist()
+    return _decoder.decode(body), descriptors
 
 
 def imports_of(program: Sequence[str], directory: str) -> list[str]:

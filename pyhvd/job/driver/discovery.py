@@ -26,7 +26,6 @@ from pyhvd.job.machines.found_hosts import (
     Found,
     check_hosts,
     parse_hosts,
-    parse_lines,
     show_value,
 )
 from pyhvd.job.process.guardian import signal_group
@@ -185,7 +184,7 @@ class ScriptDiscovery(Discovery):
             return DiscoveryFailed(
                 f"the script ended with code {process.returncode}{f': {words}' if words else ''}"
             )
-        return Found(*parse_hosts(said[out].decode(errors="replace"), self._slots))
+        return Found(*parse_hosts(said[out].decode(errors="replace").splitlines(), self._slots))
 
 
 @runtime_checkable
@@ -274,7 +273,7 @@ class CallDiscovery(Discovery):
             lines = list(islice(found, _MOST_LINES + 1))
             if len(lines) > _MOST_LINES:
                 return DiscoveryFailed(f"the call returned more than {_MOST_LINES} lines")
-            return Found(*parse_lines(lines, self._slots))
+            return Found(*parse_hosts(lines, self._slots))
         except BaseException as exc:  # the user's code may call sys.exit()
             said = " / ".join(filter(None, map(str.strip, traceback.format_exception_only(exc))))
             return DiscoveryFailed(f"the call raised {said[:_ERRORS_SHOWN]}")

@@ -21,6 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -119,29 +120,24 @@ def watch_mpi_import(
     _MpiWatch(rank_env, tell, describe or describe_mismatch, enter, entered)
 
 
+@dataclass(eq=False)
 class _MpiWatch(ImportWatch):
     """Checks the world after the import of mpi4py.MPI, or after pyhvd has called MPI_Init."""
 
-    def __init__(
-        self,
-        rank_env: RankEnv,
-        tell: Callable[[str], None],
-        describe: Callable[[RankEnv], str],
-        enter: Callable[[], object],
-        entered: Callable[[], object],
-    ) -> None:
+    rank_env: RankEnv
+    tell: Callable[[str], None]
+    describe: Callable[[RankEnv], str]
+    enter: Callable[[], object]
+    entered: Callable[[], object]
+
+    def __post_init__(self) -> None:
         super().__init__("mpi4py.MPI")
-        self._rank_env = rank_env
-        self._tell = tell
-        self._describe = describe
-        self._enter = enter
-        self._entered = entered
 
     def begin(self) -> None:
         take_over()
 
     def found(self, origin: str) -> None:
-        self._differs = self._rank_env.size > 1 and _differs(self._rank_env, origin)
+        self._differs = self.rank_env.size > 1 and _differs(self.rank_env, origin)
         rc = getattr(sys.modules["mpi4py"], "rc", None)
         self._initializes = getattr(rc, "initialize", True) is not False
         if self._initializes:
@@ -156,16 +152,16 @@ class _MpiWatch(ImportWatch):
         launcher_hooks.after_mpi_init = partial(self._after_mpi_init, module)
 
     def _before_mpi_init(self) -> None:
-        self._enter()
+        self.enter()
         if self._differs:
-            self._tell(self._describe(self._rank_env))
+            self.tell(self.describe(self.rank_env))
 
     def _after_mpi_init(self, module: ModuleType) -> None:
-        self._entered()
+        self.entered()
         if self._differs:
-            self._tell("")
-        if self._rank_env.size > module.COMM_WORLD.Get_size() == 1:
-            raise SystemExit(self._describe(self._rank_env))
+            self.tell("")
+        if self.rank_env.size > module.COMM_WORLD.Get_size() == 1:
+            raise SystemExit(self.describe(self.rank_env))
 
 
 def _differs(rank_env: RankEnv, file: str) -> bool:
