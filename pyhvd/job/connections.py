@@ -122,13 +122,13 @@ class ConnectionServer:
     _standstill: Standstill = field(default_factory=lambda: Standstill(4 * _TICK_S))
     # No peer counts as silent from an earlier time.
     _silent_since: float = field(default_factory=time.monotonic)
-    _listeners: list[socket.socket] = field(default_factory=list)
     _resting: list[socket.socket] = field(default_factory=list)  # listeners, until the next beat
 
     def __post_init__(self) -> None:
         self._most_strangers = self.size + _STRANGERS
-        for host in self.hosts:
-            self._listen(host)
+        self._listeners = [listen(host, self._most_strangers) for host in self.hosts]
+        for listener in self._listeners:
+            self._attend(listener)
 
     @property
     def ports(self) -> list[int]:
@@ -198,11 +198,6 @@ class ConnectionServer:
         for listener in self._listeners:
             listener.close()
         self.selector.close()
-
-    def _listen(self, host: str) -> None:
-        listener = listen(host, self._most_strangers)
-        self._listeners.append(listener)
-        self._attend(listener)
 
     def _attend(self, listener: socket.socket) -> None:
         self.selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))

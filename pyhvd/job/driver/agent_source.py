@@ -45,7 +45,7 @@ class AgentProcess(Protocol):
     connection: Connection
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when :meth:`listen` has something to read."""
+        """Return a descriptor that is readable when :meth:`listen` has something to read; -1 without one."""
 
     def listen(self) -> bool:
         """Read some of what it says besides the channel; return whether there was anything."""
@@ -256,7 +256,8 @@ class CommandSource(AgentSource):
             return
         agent.waking = kept is not None
         agent.peer = self._connections.adopt(command.connection)
-        self._connections.selector.register(command, selectors.EVENT_READ, lambda: self._listen(command))
+        if command.fileno() >= 0:
+            self._connections.selector.register(command, selectors.EVENT_READ, lambda: self._listen(command))
         if agent.waking:
             agent.peer.send(Again())
 

@@ -126,7 +126,7 @@ def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_missing(tmp_path: Path) -> None:
-    discovery = ScriptDiscovery([str(tmp_path / "none")], interval=PATIENCE_S)
+    discovery = ScriptDiscovery([str(tmp_path / "none")], 1, PATIENCE_S)
     result = first(discovery)
     discovery.close()
     assert isinstance(result, DiscoveryFailed)
