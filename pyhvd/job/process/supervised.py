@@ -152,9 +152,9 @@ class SupervisedProcess:
         self._held = held
         if not held:
             self._listen()
-            return
-        for fd in self._outputs.values():
-            self._selector.unregister(fd)
+        else:
+            for fd in self._outputs.values():
+                self._selector.unregister(fd)
 
     def end(self) -> None:
         """Make the guardian end the process and all that it started; do not wait."""
