@@ -61,12 +61,11 @@ class _EndNow(Exception):
     """The ranks of the running generation shall end."""
 
 
+@dataclass(eq=False)
 class _GaveUp(Exception):
     """The job is over, with this error."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
+    error: Exception
 
 
 @dataclass
@@ -150,10 +149,6 @@ class Generation:
     source: CommandSource
     held: HeldCommits
 
-    def serves(self, host: str) -> bool:
-        """Return whether this generation has ranks on a host."""
-        return host in self.source.pool.names
-
 
 @dataclass(eq=False)
 class ElasticJob:
@@ -220,11 +215,9 @@ class ElasticJob:
         Interrupted
             A signal ended the job.
         """
+        noting = contextlib.nullcontext(-1) if self.status is None else noting_signals(self._signals)
         try:
-            if self.status is None:
-                self._serve()
-                return
-            with noting_signals(self._signals) as self._wake:
+            with noting as self._wake:
                 self._serve()
         except _GaveUp as exc:
             raise exc.error from None
@@ -320,9 +313,11 @@ class ElasticJob:
                 self.membership.agent_up(host, now)
             elif starting.has_failed(now):
                 del self._starting[host]
-                self._fail_agent(host, *starting.end(), now)
+                why, _ = self.starter.explain(host, *starting.end())
+                self.membership.agent_lost(host, why, now, random.random())
+        placed = [] if self._running is None else self._running.source.pool.names
         for host, words in list(self._up.items()):
-            if not self._has_ranks(host) and not self._kept.has(words):
+            if host not in placed and not self._kept.has(words):
                 self._lose_agent(host, "its agent is gone", now)
 
     def _look_at_notices(self) -> None:
@@ -345,13 +340,6 @@ class ElasticJob:
             known = list_hosts(self.membership.hosts)
             raise DrainError(f"host {host} is none of the job's hosts: {known}")
         return f"host {host} is drained: its ranks leave at their next commit or check"
-
-    def _has_ranks(self, host: str) -> bool:
-        return self._running is not None and self._running.serves(host)
-
-    def _fail_agent(self, host: str, code: int, said: str, now: float) -> None:
-        why, _ = self.starter.explain(host, code, said)
-        self.membership.agent_lost(host, why, now, random.random())
 
     def _lose_agent(self, host: str, why: str, now: float) -> None:
         self._forget(host)
