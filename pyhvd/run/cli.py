@@ -18,7 +18,7 @@ from pyhvd._version import __version__
 from pyhvd.common.urls import local_path
 from pyhvd.config import port_range, read_timeout
 from pyhvd.errors import ConfigError
-from pyhvd.job.rank.imports import AS_HOROVOD
+from pyhvd.job.mpi.rank_env import AS_HOROVOD
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT
 from pyhvd.run.flags import SETTINGS, ConfigFileError, add_flags, checked, settings_of
 from pyhvd.run.options import ElasticOptions, Options

@@ -62,8 +62,7 @@ class ElasticHost:
         self.notice.close()
         self.store.close()
         self.vault.close()
-        if self._zygote is not None:
-            self._zygote.close()
+        self.end_zygote()
 
     def _begin_zygote(self, start: Start, program: Program) -> None:
         self.end_zygote()

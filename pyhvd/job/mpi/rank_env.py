@@ -22,6 +22,8 @@ GENERATION = _ELASTIC + "GENERATION"
 """The variable with the number of a rank's generation; ranks of jobs that are not elastic have none."""
 JOB = _ELASTIC + "JOB"
 """The variable that has :attr:`RankGeneration.job`; the launcher sets it in all generations."""
+AS_HOROVOD = "PYHVD_AS_HOROVOD"
+"""The variable of ranks whose program may import horovod."""
 # Variables of the job that the executor itself belongs to.
 _OF_THE_EXECUTOR = ("HYDRA_", "OMPI_", "PRTE_")
 # Users set Open MPI's parameters by spark.executorEnv. orte_ and ess_ are Open MPI 4's for its own job.

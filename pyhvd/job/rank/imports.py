@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from pyhvd.common import launcher_hooks
-from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER, RankEnv
+from pyhvd.job.mpi.rank_env import AS_HOROVOD, MPICH, OPENMPI, OTHER, RankEnv
 from pyhvd.transport.mpi.ending import take_over, watch_abort
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ SPARK_TASK = "_PYHVD_SPARK_TASK"
 """The variable with the files of a rank's Spark task, as JSON; see :mod:`pyhvd.spark.task_body`."""
 
 
-AS_HOROVOD = "PYHVD_AS_HOROVOD"
-"""The variable of ranks whose program may import horovod."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _HOROVOD = os.path.join(_PACKAGE, "aliases", "on_path")
 
