@@ -215,8 +215,8 @@ class SupervisedProcess:
         if data and self._told.count(b"\n") < 2:
             return
         if not data and self.pid:
-            # The guardian was killed, and the process with it: kill what that has started. The group keeps the
-            # process's id as its number as long as any member of the group lives.
+            # The guardian was killed, and the process with it: kill what that has started. The group keeps
+            # the process's id as its number as long as any member of the group lives.
             signal_group(self.pid, signal.SIGKILL)
         for stream, fd in ((1, self._out), (2, self._err)):
             for _ in range(_LAST_CHUNKS):
