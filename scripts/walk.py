@@ -71,8 +71,10 @@ ROLES = {
     "run/__main__.py": "driver",
     "job/agent/host_agent.py": "agent",
     "job/agent/zygote.py": "zygote",
-    "run/entry/program_rank.py": "guardian",
-    "child of run/entry/program_rank.py": "rank",
+    "job/process/guardian.py": "guardian",
+    "child of job/process/guardian.py": "rank",
+    "child of job/agent/zygote.py": "guardian",
+    "child of child of job/agent/zygote.py": "rank",
 }
 TORCH = {
     "torch_first": "the first step of a DistributedOptimizer, on rank 0 of 2",
@@ -317,8 +319,9 @@ def walk_job(kind: str) -> Walk:
     roles: dict[str, list[Process]] = {}
     for process in processes:
         parent = by_number.get(process.parent)
-        program = process.program or (f"child of {parent.program}" if parent is not None else "")
-        roles.setdefault(ROLES.get(program, program), []).append(process)
+        if not process.program and parent is not None:
+            process.program = f"child of {parent.program}"
+        roles.setdefault(ROLES.get(process.program, process.program), []).append(process)
     shown = []
     for role, those in roles.items():
         shown += max(those, key=lambda process: len(bodies(process.threads))).named(role)

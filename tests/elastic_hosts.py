@@ -9,7 +9,7 @@ from typing import Any
 import pyhvd as hvd
 from pyhvd.elastic import session
 from pyhvd.job.commits.vault import DESCRIPTORS, Vault
-from pyhvd.job.rank.generation_env import RankGeneration
+from pyhvd.job.mpi.rank_env import RankGeneration
 from pyhvd.testing import run_ranks
 
 played: ContextVar[session.RankSession | None] = ContextVar("tests.elastic_hosts.played", default=None)

@@ -20,7 +20,7 @@ from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.two_level import make_two_levels
 from pyhvd.dtypes import ReduceSpec
-from pyhvd.transport.fabric import Fabric, PerRank, Unavailable
+from pyhvd.transport.fabric import Fabric, Unavailable
 from pyhvd.transport.hosts import HostsFabric, chunk_across, open_hosts_fabric
 from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.moves import Ints, before

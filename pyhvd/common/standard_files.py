@@ -1,15 +1,16 @@
-"""stdin, stdout and stderr of a process that was started without some of them, as cron and daemons do."""
+"""stdin, stdout and stderr: filled where a process was started without them, and flushed before it ends."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 
 def fill_standard_files() -> None:
     """Open /dev/null in place of each standard descriptor that is closed.
 
-    Else the next file or pipe would get its number, and mpiexec fails.
+    cron and daemons start processes so. The next file or pipe would get its number, and mpiexec fails.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -25,3 +26,10 @@ def fill_standard_files() -> None:
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - it stays
+
+
+def flush_standard_files() -> None:
+    """Flush stdout and stderr, which the program may have closed or replaced."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()

@@ -20,7 +20,7 @@ from pyhvd.errors import (
     ShutDownError,
     StallError,
 )
-from pyhvd.job.rank.generation_env import MadeRoom
+from pyhvd.job.errors import MadeRoom
 
 P = ParamSpec("P")
 R = TypeVar("R")

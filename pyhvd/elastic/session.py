@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from pyhvd.api.topology import rank
 from pyhvd.errors import HostsUpdatedInterrupt
 from pyhvd.job.commits.vault import DESCRIPTORS, Seal, Vault, are_here
-from pyhvd.job.rank.generation_env import read_generation
+from pyhvd.job.mpi.rank_env import read_generation
 
 _log = logging.getLogger("pyhvd")
 

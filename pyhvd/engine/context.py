@@ -41,7 +41,7 @@ from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import FastPathAdapter, FastPathBell, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
-from pyhvd.job.rank.generation_env import read_generation
+from pyhvd.job.mpi.rank_env import read_generation
 from pyhvd.native.shared_memory import FastPathHolder, count_rank_threads
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder

@@ -50,5 +50,9 @@ class Interrupted(Exception):
         self.number = number
 
 
+class MadeRoom(SystemExit):
+    """This rank has committed, and ends, so that another generation can begin."""
+
+
 class UnsupportedLauncherError(ValueError):
     """The chosen launcher cannot start the ranks; the text names one that can."""

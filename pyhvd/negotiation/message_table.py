@@ -54,7 +54,6 @@ from pyhvd.common.text import describe_values
 from pyhvd.negotiation.delegation import Delegation, ReadyTable
 from pyhvd.negotiation.failed_calls import FailedCall, FailedCalls
 from pyhvd.negotiation.messages import (
-    GLOBAL_SET,
     UNNAMED,
     ErrorInfo,
     ErrorKind,

@@ -8,7 +8,7 @@ import sys
 from pyhvd.common.standard_files import fill_standard_files
 from pyhvd.job.mpi.rank_env import OTHER, RankEnv, find_rank_process, read_rank_env
 from pyhvd.run.cli import parse, usage_error, without_python
-from pyhvd.run.hosts.clusters.marks import has_marks
+from pyhvd.run.hosts.clusters.detection import explain_torchrun, find_rank, has_marks
 from pyhvd.run.options import Options
 
 
@@ -32,7 +32,7 @@ def main() -> int:
         try:
             return _launch(options)
         except KeyboardInterrupt:  # before the launcher handles signals, or after
-            from pyhvd.job.driver.status_line import say
+            from pyhvd.job.driver.console import say
 
             say("pyhvd: ended by SIGINT")
             return 130
@@ -66,8 +66,6 @@ def _find_rank() -> tuple[RankEnv | None, str, bool]:
     """Return this rank's numbers, or None; its launcher; and whether the process may as well be a shell."""
     rank_env = read_rank_env()
     if (rank_env is None or rank_env.launcher == OTHER) and has_marks(os.environ):
-        from pyhvd.run.hosts.clusters.detection import find_rank
-
         rank = find_rank(os.environ)
         if rank is not None:
             return rank.numbers, rank.launcher, rank.alone
@@ -92,10 +90,8 @@ def _launch(options: Options) -> int:
 def _launch_on_hosts(options: Options) -> int:
     """Start the ranks on the hosts that the user or the cluster gives; return the exit code."""
     from pyhvd.run.hosts.clusters.results import Surroundings
-    from pyhvd.run.hosts.clusters.small import explain_torchrun
     from pyhvd.run.hosts.hosts import HostsError
-    from pyhvd.run.hosts.own_host import find_own
-    from pyhvd.run.hosts.selection import describe, read_file, select
+    from pyhvd.run.hosts.selection import describe, find_own, read_file, select
 
     refusal = explain_torchrun(os.environ)
     if refusal is not None:

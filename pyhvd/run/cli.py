@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from pyhvd._version import __version__
 from pyhvd.config import read_timeout
 from pyhvd.errors import ConfigError
+from pyhvd.job.mpi.rank_env import AS_HOROVOD
 from pyhvd.job.spec import ELASTIC_TIMEOUT, START_TIMEOUT
 from pyhvd.run.flags import SETTINGS, add_flags, settings_of
-from pyhvd.run.horovod_name import AS_HOROVOD
 from pyhvd.run.options import GROUPS, ElasticOptions, Options
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")

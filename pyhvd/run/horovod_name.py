@@ -1,25 +1,9 @@
-"""The name ``horovod``: which package an import finds, and pyhvd's own under ``pyhvdrun --as-horovod``."""
+"""The name ``horovod``: which package an import finds."""
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from dataclasses import dataclass
-
-AS_HOROVOD = "PYHVD_AS_HOROVOD"
-"""The variable of ranks whose program may import horovod."""
-
-_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "aliases", "on_path")
-
-
-def offer_horovod() -> None:
-    """Let this process import ``horovod`` if its launcher was told so; an installed Horovod comes first.
-
-    The folder is the last of sys.path, which multiprocessing passes on to the processes that it starts.
-    """
-    if os.environ.get(AS_HOROVOD) == "1" and _FOLDER not in sys.path:
-        sys.path.append(_FOLDER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from pyhvd.job.driver.output import Output
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
-from pyhvd.job.network.interfaces import interface_addresses
 from pyhvd.job.rank.call import (
     check_call,
     check_size,
     check_text_files,
     expect,
+    interface_addresses,
     interface_names,
     load_result,
     rank_variables,

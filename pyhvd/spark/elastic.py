@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from pyhvd.job.agent.function_process import dump_call
-from pyhvd.job.driver.agent_command import AgentProcess
-from pyhvd.job.driver.agent_source import Checked, HostSlots
+from pyhvd.job.driver.agent_source import AgentProcess, Checked, HostSlots
 from pyhvd.job.driver.arrivals import Arrivals, TaskAgent
 from pyhvd.job.driver.console import log_warning
 from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob
@@ -19,12 +18,11 @@ from pyhvd.job.driver.output import Output
 from pyhvd.job.machines.membership import Membership
 from pyhvd.job.machines.roster import ElasticLimits, Place
 from pyhvd.job.messages import Facts
-from pyhvd.job.mpi.rank_env import MPICH
+from pyhvd.job.mpi.rank_env import MPICH, of_stores
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.rank.call import check_size, check_text_files, expect, read_duration
 from pyhvd.job.spec import ELASTIC_TIMEOUT, ElasticSpec, JobSpec, argument_of
-from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.launchers.elastic import clear_store, make_store
 from pyhvd.spark.api import SparkCall, as_spark_errors
 from pyhvd.spark.decommission import DecommissionWatch

@@ -130,7 +130,9 @@ def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:
     return [row[:length].tobytes() for row, length in zip(box, lengths.tolist(), strict=True)]
 
 
-def allgather_decoded(fabric: Fabric, mine: object, decoder: msgspec.msgpack.Decoder[T], what: str) -> list[T]:
+def allgather_decoded(
+    fabric: Fabric, mine: object, decoder: msgspec.msgpack.Decoder[T], what: str
+) -> list[T]:
     """Return what every rank gives, through MessagePack, in rank order; collective.
 
     Raises

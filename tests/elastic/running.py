@@ -21,7 +21,7 @@ from tests.elastic.steps import STEPS, STRIKES_IN
 from tests.hosts.sshd import Site, processes, read, words_of
 from tests.many_hosts import LOCAL
 
-RANK, ZYGOTE, AGENT = "pyhvd.run.entry.program_rank", "pyhvd.job.agent.zygote", "pyhvd.job.agent.host_agent"
+RANK, ZYGOTE, AGENT = "pyhvd.job.process.guardian", "pyhvd.job.agent.zygote", "pyhvd.job.agent.host_agent"
 TWO_HOSTS = "east:2,west:2"
 _MARK = "PYHVD_TEST_ELASTIC"
 _LOOK_S = 0.02

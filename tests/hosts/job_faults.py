@@ -81,7 +81,7 @@ class Trial:
             os.kill(process, signal.SIGKILL)
 
     def kill_ranks_of_west(self) -> None:
-        ranks = self.site.running(self.west, "pyhvd.run.entry.program_rank")
+        ranks = self.site.running(self.west, "pyhvd.job.process.guardian")
         parents = {state_of(rank)[1] for rank in ranks}
         self.kill(rank for rank in ranks if rank not in parents)
 

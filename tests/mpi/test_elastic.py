@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pyhvd.job.commits.vault import DESCRIPTORS, Vault
-from pyhvd.job.rank.generation_env import RankGeneration
+from pyhvd.job.mpi.rank_env import RankGeneration
 
 pytestmark = pytest.mark.any_mpi
 

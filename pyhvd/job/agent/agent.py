@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from pyhvd.job.agent.notice import Notice
 from pyhvd.job.agent.prober import Prober
 from pyhvd.job.agent.rank_process import RankEvents, RankProcess
-from pyhvd.job.commits.store_child import StoreChild
-from pyhvd.job.commits.vault import LOST_OTHERS, Vault
+from pyhvd.job.commits.vault import LOST_OTHERS
 from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, ELASTIC_BEAT_S, Standstill
 from pyhvd.job.messages import (
     OUTPUT_CREDIT,
@@ -67,6 +66,9 @@ from pyhvd.job.process.signals import PAUSING
 from pyhvd.job.spec import DRIVER_TIMEOUT
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
+
+if TYPE_CHECKING:  # tasks of Spark do not need it
+    from pyhvd.job.agent.elastic_host import ElasticHost
 
 # How long to wait for the driver to end the job after a failure. The agent of an elastic job does not end
 # then: it holds the state, and the driver may be suspended.
@@ -168,12 +170,8 @@ class Agent:
         Authenticated; it stays the caller's.
     make_rank : callable
         See :data:`MakeRank`.
-    vault : Vault, optional
-        What the ranks commit, in an elastic job.
-    notice : Notice, optional
-        What is known of the host's end, in an elastic job.
-    store : StoreChild, optional
-        Stores what the ranks commit, in an elastic job.
+    host : ElasticHost, optional
+        What the host keeps of an elastic job.
     silence : DriverSilence, optional
         What is known of the driver's silence; by default nothing.
 
@@ -185,9 +183,7 @@ class Agent:
 
     driver: Connection
     make_rank: MakeRank
-    vault: Vault | None = None
-    notice: Notice | None = None
-    store: StoreChild | None = None
+    host: ElasticHost | None = None
     silence: DriverSilence | None = None
     again: bool = False
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -221,8 +217,8 @@ class Agent:
         self._slots = registration.slots
         self._send(registration)
         self._selector.register(self.driver, selectors.EVENT_READ, self._receive)
-        if self.notice is not None:
-            self._selector.register(self.notice, selectors.EVENT_READ, self._wake)
+        if self.host is not None:
+            self._selector.register(self.host.notice, selectors.EVENT_READ, self._wake)
         while not self._is_over():
             self._turn()
             if self.again and self._daemon is None:
@@ -230,7 +226,7 @@ class Agent:
                 continue
             for rank, owned in self._ranks.items():
                 self._follow(rank, owned)
-            if self.vault is None and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
+            if self.host is None and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
                 raise AgentStoppedError(f"rank {self._failed} failed")
         return {rank: owned.process.result or b"" for rank, owned in self._ranks.items()}
 
@@ -258,7 +254,7 @@ class Agent:
         """Let the ranks that are left call their failure callbacks; they are ended soon."""
         self.again = True
         self._end_at = time.monotonic()
-        if self.vault is not None and self.vault.has_callbacks:
+        if self.host is not None and self.host.vault.has_callbacks:
             self._pass_on(LOST_OTHERS)
             self._end_at += _FAILURE_CALLBACKS_S
 
@@ -282,7 +278,7 @@ class Agent:
             self._fail(process.failure)
         elif process.ended and process.result is not None:
             owned.told_end = True
-            self._send(Ended(rank, left=self.vault is not None and self.vault.left > 0))
+            self._send(Ended(rank, left=self.host is not None and self.host.vault.left > 0))
 
     def _turn(self) -> None:
         """Wait for events, at most half a beat, and handle them."""
@@ -294,33 +290,32 @@ class Agent:
             owned.process.hold_result(held=owned.result >= RESULT_CREDIT or self.driver.full)
         if self._daemon is not None:
             self._daemon.hold_output(held=self.driver.full)
-        beat_s = BEAT_S if self.vault is None else ELASTIC_BEAT_S
+        beat_s = BEAT_S if self.host is None else ELASTIC_BEAT_S
         wait = min(beat_s / 2, self._next_beat - before, self._end_at - before)
         for key, _ in self._selector.select(max(0.0, wait)):
             key.data()
         now = time.monotonic()
-        self._check_children(now)
+        if self.host is not None:
+            self._check_children(self.host, now)
         if now >= self._next_beat:
             self._next_beat = now + beat_s
-            commit = 0 if self.vault is None else self.vault.commit
-            self._send(Beat(commit, "" if self.notice is None else self.notice.why))
+            self._send(Beat() if self.host is None else Beat(self.host.vault.commit, self.host.notice.why))
         if remark := self._silence.check():
             self._send(Remark(remark))
 
-    def _check_children(self, now: float) -> None:
+    def _check_children(self, host: ElasticHost, now: float) -> None:
         """Look at the processes that an elastic job has on this host besides its ranks."""
-        if self.notice is not None:
-            self.notice.check(now)
-        if self.store is not None and (restored := self.store.check(now)) is not None:
+        host.notice.check(now)
+        if (restored := host.store.check(now)) is not None:
             self._send(restored)
-        for child in (self.notice, self.store):
-            while child is not None and child.remarks:
-                self._send(Remark(child.remarks.pop(0)))
+        for remarks in (host.notice.remarks, host.store.remarks):
+            while remarks:
+                self._send(Remark(remarks.pop(0)))
 
     def _wake(self) -> None:
         """Tell the driver of a notice at once."""
-        assert self.notice is not None
-        self.notice.clear()
+        assert self.host is not None
+        self.host.notice.clear()
         self._next_beat = 0.0
 
     def _receive(self) -> None:
@@ -352,16 +347,16 @@ class Agent:
             self.again = isinstance(message, Again)
         elif isinstance(message, Again):
             self._begin_again()
-        elif isinstance(message, Leave) and self.vault is not None:
-            self.vault.wished = message.generation
+        elif isinstance(message, Leave) and self.host is not None:
+            self.host.vault.wished = message.generation
         else:
             self._hear_in_start(message)
 
     def _hear_in_start(self, message: FromDriver) -> None:
         if isinstance(message, Listen | Dial):
             self._probe(message)
-        elif isinstance(message, Restore) and self.store is not None:
-            self.store.restore()
+        elif isinstance(message, Restore) and self.host is not None:
+            self.host.store.restore()
         elif isinstance(message, Start):
             self._end_probe()
             self._start_rank(message)

@@ -62,8 +62,7 @@ class ElasticHost:
         self.notice.close()
         self.store.close()
         self.vault.close()
-        if self._zygote is not None:
-            self._zygote.close()
+        self.end_zygote()
 
     def _begin_zygote(self, start: Start, program: Program) -> None:
         self.end_zygote()
@@ -128,18 +127,17 @@ class Zygote:
         return not self._unfit and self._process.poll() is not None
 
     def popen(self, args: Sequence[str], **options: Any) -> Any:
-        """Start ``python ... -m module argument ...`` as :class:`subprocess.Popen` does, by a fork.
+        """Start the guardian of a rank, a command, as :class:`subprocess.Popen` does, but by a fork.
 
         `options` are those of :class:`~pyhvd.job.process.supervised.SupervisedProcess`. The process gets a
         session of its own in any case.
         """
-        at = list(args).index("-m")
         null = os.open(os.devnull, os.O_RDONLY)
         try:
             stdin = null if options["stdin"] == subprocess.DEVNULL else options["stdin"]
             numbers = [0, 1, 2, *options["pass_fds"]]
             directory = options["cwd"] or os.getcwd()
-            fork = Fork(args[at + 1], list(args[at + 2 :]), dict(options["env"]), directory, numbers)
+            fork = Fork(list(args[args.index("-m") + 2 :]), dict(options["env"]), directory, numbers)
             send(self._channel, fork, [stdin, options["stdout"], options["stderr"], *options["pass_fds"]])
             answer = receive(self._channel)
         except (OSError, ValueError):

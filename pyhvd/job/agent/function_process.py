@@ -12,10 +12,11 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pyhvd.job.agent.rank_process import Program, RankEvents, RankProcess
+from pyhvd.job.agent.rank_process import RANK_OF_FUNCTION, Program, RankEvents, RankProcess
 from pyhvd.job.messages import Start
+from pyhvd.job.process.rank_line import LENGTH
 from pyhvd.job.rank.pickles import dump_functions
-from pyhvd.job.rank.rank import LENGTH, PATHS
+from pyhvd.job.rank.rank import PATHS
 
 
 def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: Iterable[str]) -> bytes:
@@ -33,7 +34,7 @@ def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: 
         Where the ranks look for modules, before the directories of their Python.
     """
     searched = PATHS.encode(), os.fsencode(os.pathsep.join(paths))
-    head = Program("pyhvd.job.rank.function_rank", [], directory, [*env, searched]).dump()
+    head = Program(RANK_OF_FUNCTION, [], directory, [*env, searched]).dump()
     return b"".join((LENGTH.pack(len(head)), head, dump_functions(call)))
 
 

@@ -175,7 +175,7 @@ def serve_on(driver: Connection, task: int = -1) -> str:
 def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None, silence: DriverSilence) -> bool:
     """Run one job to its end; return whether the driver has begun the next one."""
     if host is not None:
-        agent = Agent(driver, host.make_rank, host.vault, host.notice, host.store, silence)
+        agent = Agent(driver, host.make_rank, host, silence)
     else:
         agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess, silence=silence)
     try:

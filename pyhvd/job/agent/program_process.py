@@ -24,12 +24,13 @@ from pyhvd.job.process.rank_line import EXIT_HANDLERS_S
 
 
 class _Stdin:
-    """The pipe to a rank's stdin; what the rank does not take yet waits here."""
+    """The pipe to a rank's stdin; what the rank does not take yet waits here. If not `wanted`, /dev/null."""
 
-    def __init__(self, on_taken: Callable[[int], None]) -> None:
+    def __init__(self, on_taken: Callable[[int], None], *, wanted: bool) -> None:
         self.selector: selectors.BaseSelector | None = None
-        self.reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
+        self.reader, self._writer = os.pipe() if wanted else (subprocess.DEVNULL, -1)
+        if wanted:
+            os.set_blocking(self._writer, False)
         self._on_taken = on_taken
         self._waiting = bytearray()
         self._ending = False
@@ -40,6 +41,11 @@ class _Stdin:
         self._waiting += data
         self._ending = self._ending or not data
         self._pump()
+
+    def hand_over(self) -> None:
+        """Leave the reading end to the rank."""
+        if self.reader >= 0:
+            os.close(self.reader)
 
     def close(self) -> None:
         """Close the pipe; drop what waits."""
@@ -93,39 +99,33 @@ class ProgramProcess(RankProcess):
         files: Mapping[str, int] = {},
         popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
-        self._stdin = _Stdin(events.on_taken) if start.rank == 0 else None
+        self._stdin = _Stdin(events.on_taken, wanted=start.rank == 0)
         self._size = start.size
         self._report: ExitReport | None = None
         self._leave_at = math.inf
         program = Program.load(code)
-        stdin = subprocess.DEVNULL if self._stdin is None else self._stdin.reader
+        arguments, stdin = msgspec.msgpack.encode(program.arguments), self._stdin.reader
         try:
-            arguments = msgspec.msgpack.encode(program.arguments)
             super().__init__(start, arguments, events, files, program=program, stdin=stdin, popen=popen)
         except (OSError, ValueError):
-            if self._stdin is not None:
-                self._stdin.close()
+            self._stdin.close()
             raise
         finally:
-            if self._stdin is not None:
-                os.close(self._stdin.reader)
+            self._stdin.hand_over()
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """See :meth:`RankProcess.register`."""
         super().register(selector)
-        if self._stdin is not None:
-            self._stdin.selector = selector
+        self._stdin.selector = selector
 
     def feed(self, data: bytes) -> None:
         """See :meth:`RankProcess.feed`."""
-        if self._stdin is not None:
-            self._stdin.add(data)
+        self._stdin.add(data)
 
     def close(self) -> None:
         """See :meth:`RankProcess.close`."""
         super().close()
-        if self._stdin is not None:
-            self._stdin.close()
+        self._stdin.close()
 
     def check(self, now: float) -> None:
         """Let a failed rank run its exit handlers, but not for long."""

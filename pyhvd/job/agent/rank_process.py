@@ -20,13 +20,13 @@ from pyhvd.job.messages import Failed, Start
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import OF_RANKS, own_environment, without
 from pyhvd.job.process.exit_report import EXIT, LOST, ExitReport, describe_unreported
-from pyhvd.job.process.rank_line import RankLine
+from pyhvd.job.process.rank_line import LENGTH, RankLine
 from pyhvd.job.process.signals import describe_exit
 from pyhvd.job.process.supervised import GuardianCommand, SupervisedProcess, read_some
-from pyhvd.job.rank.rank import LENGTH
 
 _CHUNK = 1 << 16
-_GUARDIAN, _RANK = "pyhvd.job.process.guardian", "pyhvd.job.rank.rank"
+RANK_OF_FUNCTION = "pyhvd.job.rank.rank"
+"""The module whose ``run_rank`` runs a function."""
 # A socket holds little less than this.
 _ANSWER_CHUNK = 1 << 18
 
@@ -37,7 +37,7 @@ class Program(msgspec.Struct, frozen=True):
     Attributes
     ----------
     module : str
-        The guardian's program, which runs the arguments in the rank.
+        Its ``run_rank`` runs in the rank; see :mod:`pyhvd.job.process.guardian`.
     arguments : list of str
         A script, ``-m module`` or ``-c code``, with its arguments.
     directory : str
@@ -132,8 +132,7 @@ class RankProcess(SupervisedProcess):
     env : mapping of str to str
         The rank's variables, in addition to those of `start`.
     program : Program or None
-        What runs on a host of the job; None for a guardian whose rank calls
-        :func:`pyhvd.job.rank.rank.run_rank`.
+        What runs on a host of the job; None for the function of a Spark task.
     stdin
         See :class:`GuardianCommand`.
     popen : callable
@@ -175,8 +174,8 @@ class RankProcess(SupervisedProcess):
         variables |= {name: str(number) for name, number in files.items()}
         try:
             command = GuardianCommand(
-                _GUARDIAN if program is None else program.module,
-                [str(control.fileno()), *([_RANK] if program is None else [])],
+                "pyhvd.job.process.guardian",
+                [str(control.fileno()), RANK_OF_FUNCTION if program is None else program.module],
                 variables,
                 descriptors=(control.fileno(), pmi.fileno(), *files.values()),
                 python=start.executable,

@@ -16,7 +16,6 @@ Invariants
 
 from __future__ import annotations
 
-import array
 import ast
 import contextlib
 import gc
@@ -24,7 +23,6 @@ import importlib
 import importlib.util
 import os
 import random
-import runpy
 import select
 import signal
 import socket
@@ -37,11 +35,12 @@ from typing import NoReturn
 import msgspec
 
 from pyhvd.job.mpi.rank_env import read_rank_env, set_defaults
-from pyhvd.job.process.guardian import die_with_parent
+from pyhvd.job.process import guardian
 
 MAX_REQUEST = 1 << 20
 _FIRST_FREE = 512  # the lowest number of a request's descriptors until they get their own numbers
 _LENGTH = 4
+_MOST_DESCRIPTORS = 64
 _TASKS = "/proc/self/task"
 # Threads that tolerate a fork, by name. jemalloc, which pyarrow contains, takes its locks before a fork, and
 # starts its thread again in the child.
@@ -90,10 +89,8 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 
     Attributes
     ----------
-    module : str
-        The guardian's module.
     arguments : list of str
-        The guardian's arguments.
+        The guardian's, as a command has them.
     env : dict of str to str
         The guardian's whole environment.
     directory : str
@@ -102,7 +99,6 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
         The number that each descriptor gets in the guardian.
     """
 
-    module: str
     arguments: list[str]
     env: dict[str, str]
     directory: str
@@ -122,22 +118,15 @@ _decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 def send(channel: socket.socket, message: _Message, descriptors: Sequence[int] = ()) -> None:
     """Send a message, and descriptors with it."""
     data = msgspec.msgpack.encode(message)
-    head = len(data).to_bytes(_LENGTH, "big")
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    channel.sendmsg([head], rights)
+    socket.send_fds(channel, [len(data).to_bytes(_LENGTH, "big")], descriptors)
     channel.sendall(data)
 
 
 def receive(channel: socket.socket) -> tuple[_Message, list[int]] | None:
     """Return the next message with its descriptors; None at the end of the channel."""
-    room = socket.CMSG_SPACE(64 * array.array("i").itemsize)
-    head, rights, _, _ = channel.recvmsg(_LENGTH, room)
+    head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH, _MOST_DESCRIPTORS)
     if len(head) < _LENGTH:
         return None
-    descriptors = array.array("i")
-    for _, kind, data in rights:
-        if kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
     length = int.from_bytes(head, "big")
     if length > MAX_REQUEST:
         raise ValueError(f"a message of {length} bytes: at most {MAX_REQUEST} are allowed")
@@ -147,7 +136,7 @@ def receive(channel: socket.socket) -> tuple[_Message, list[int]] | None:
         if not part:
             return None
         body += part
-    return _decoder.decode(body), descriptors.tolist()
+    return _decoder.decode(body), descriptors
 
 
 def imports_of(program: Sequence[str], directory: str) -> list[str]:
@@ -311,10 +300,9 @@ def become(wanted: Fork, descriptors: Sequence[int]) -> NoReturn:
     os.environ.update(wanted.env)
     os.chdir(wanted.directory)
     reseed()
-    sys.argv = [wanted.module, *wanted.arguments]
-    # SystemExit of the guardian, or of its forked rank, passes through here: exit handlers run as usual.
-    runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
-    sys.exit(0)
+    sys.argv = [guardian.__file__, *wanted.arguments]
+    # SystemExit of the forked rank passes through here: exit handlers run as usual.
+    guardian.guard_rank(*wanted.arguments)
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
@@ -331,5 +319,5 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(signal.SIGKILL, os.getppid())
+    guardian.die_with_parent(signal.SIGKILL, os.getppid())
     serve(socket.socket(fileno=int(sys.argv[1])))

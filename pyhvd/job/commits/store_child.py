@@ -16,6 +16,7 @@ from pyhvd.job.commits.vault import Vault
 from pyhvd.job.messages import Restored, StoreOrder
 from pyhvd.job.process.guardian import die_with_parent
 
+_MODULE = "pyhvd.job.commits.store_process"
 # The first restart of a process that ended waits 1 s, each next one twice as long, but at most one minute.
 # The same line is told again after one minute, too.
 _AGAIN_S = 1.0
@@ -117,14 +118,7 @@ class _ChildProcess:
     def __init__(self, mode: str, order: StoreOrder, vault: Vault) -> None:
         given = {os.fsdecode(name): os.fsdecode(value) for name, value in order.env}
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "pyhvd.job.commits.store_process",
-                mode,
-                *map(str, vault.descriptors),
-            ],
+            [sys.executable, "-P", "-m", _MODULE, mode, *map(str, vault.descriptors)],
             env=dict(os.environ) | given,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -40,7 +40,6 @@ LOST_OTHERS = signal.SIGUSR2
 """What a rank with failure callbacks gets when other ranks are lost, before it is killed."""
 _INDEX_BYTES = 4096
 _WORD = struct.Struct("<Q")
-_WISHED, _LEFT, _CALLBACKS, _URGED, _STORED, _FAILED = 0, 8, 16, 24, 32, 40
 _TEXT = struct.Struct("<H1022s")  # its length in bytes, and UTF-8
 _TEXT_AT = 256
 _SEEN_S = 2e-5  # every core sees a write sooner
@@ -78,6 +77,19 @@ class Seal(msgspec.Struct, frozen=True, order=True):
         return self.generation << 40 | self.number
 
 
+class _Word:
+    """An attribute of a vault that is one word of its index; see invariant 3 of the module."""
+
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+
+    def __get__(self, vault: Vault, _: object = None) -> int:
+        return int(_WORD.unpack_from(vault._index, self._offset)[0])
+
+    def __set__(self, vault: Vault, value: int) -> None:
+        _WORD.pack_into(vault._index, self._offset, value)
+
+
 class Vault:
     """Two slots and their index; every process of a host that has the descriptors sees the same.
 
@@ -86,6 +98,18 @@ class Vault:
     descriptors : sequence of int
         Of the index and the slots; they stay open until :meth:`close`.
     """
+
+    wished = _Word(0)
+    """The generation that the ranks shall make room for; an older one if they need not."""
+    left = _Word(8)
+    """The generation, plus one, whose ranks here have made room; 0 if none has."""
+    has_callbacks = _Word(16)
+    """Whether a rank here has failure callbacks, for which it needs time before it is killed."""
+    urged = _Word(24)
+    """The mark of the newest commit of which ranks wait until it is stored."""
+    stored = _Word(32)
+    """The mark of the newest commit that is stored; 0 if none is."""
+    _failed = _Word(40)
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self.descriptors = tuple(descriptors)
@@ -115,54 +139,9 @@ class Vault:
         return os.fstat(self.descriptors[0]).st_ino
 
     @property
-    def wished(self) -> int:
-        """The generation that the ranks shall make room for; an older one if they need not."""
-        return int(_WORD.unpack_from(self._index, _WISHED)[0])
-
-    @wished.setter
-    def wished(self, generation: int) -> None:
-        _WORD.pack_into(self._index, _WISHED, generation)
-
-    @property
-    def left(self) -> int:
-        """The generation, plus one, whose ranks here have made room; 0 if none has."""
-        return int(_WORD.unpack_from(self._index, _LEFT)[0])
-
-    @left.setter
-    def left(self, generation: int) -> None:
-        _WORD.pack_into(self._index, _LEFT, generation)
-
-    @property
-    def has_callbacks(self) -> bool:
-        """Whether a rank here has failure callbacks, for which it needs time before it is killed."""
-        return bool(_WORD.unpack_from(self._index, _CALLBACKS)[0])
-
-    @has_callbacks.setter
-    def has_callbacks(self, has: bool) -> None:
-        _WORD.pack_into(self._index, _CALLBACKS, has)
-
-    @property
-    def urged(self) -> int:
-        """The mark of the newest commit of which ranks wait until it is stored."""
-        return int(_WORD.unpack_from(self._index, _URGED)[0])
-
-    @urged.setter
-    def urged(self, mark: int) -> None:
-        _WORD.pack_into(self._index, _URGED, mark)
-
-    @property
-    def stored(self) -> int:
-        """The mark of the newest commit that is stored; 0 if none is."""
-        return int(_WORD.unpack_from(self._index, _STORED)[0])
-
-    @stored.setter
-    def stored(self, mark: int) -> None:
-        _WORD.pack_into(self._index, _STORED, mark)
-
-    @property
     def store_failure(self) -> tuple[int, str]:
         """The mark up to which commits could not be stored, 0 if there is no problem; and the reason."""
-        mark = int(_WORD.unpack_from(self._index, _FAILED)[0])
+        mark = self._failed
         length, text = _TEXT.unpack_from(self._index, _TEXT_AT)
         return mark, text[:length].decode(errors="replace")
 
@@ -171,7 +150,7 @@ class Vault:
         mark, text = failure
         data = text.encode()[: _TEXT.size - 2]
         _TEXT.pack_into(self._index, _TEXT_AT, len(data), data)
-        _WORD.pack_into(self._index, _FAILED, mark)  # last: a reader of the mark has the text
+        self._failed = mark  # last: a reader of the mark has the text
 
     def newest(self) -> Seal | None:
         """Return what was committed last, if anything."""

@@ -1,25 +1,150 @@
-"""Where the agents of a set of ranks come from: by commands, one for each host, or by themselves."""
+"""Where the agents of a set of ranks come from: by commands, one for each host, or from an earlier job.
+
+A command's stdin and stdout are one socket, the channel, whose other end is the driver's.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import selectors
+import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pyhvd.job.connections import SILENT_S, ConnectionServer, Peer
-from pyhvd.job.driver.agent_command import END_S, SKIPPED, AgentCommand, AgentProcess
 from pyhvd.job.driver.generation_driver import AgentSource
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.machine import HostTexts
 from pyhvd.job.messages import Again, Facts, Hello, Member, Prepare, hello
 from pyhvd.job.mpi.rendezvous import Rendezvous
+from pyhvd.job.process.guardian import signal_group
+from pyhvd.job.process.supervised import read_some
 from pyhvd.job.spec import DIRECTORY, PYTHON, ElasticSpec, JobSpec, NameOf, flag_of
-from pyhvd.transport.tcp.connection import Secret
-from pyhvd.transport.tcp.session import ChannelError
+from pyhvd.transport.tcp.connection import Connection, Secret
+from pyhvd.transport.tcp.session import ChannelError, Role, Session
+
+SKIPPED = 1 << 16
+"""The most bytes that a login shell may print before the agent starts."""
+_LAST_WORDS = 4096
+# The most reads at the end: a process that the command has started may go on writing.
+_LAST_READS = 64
+END_S = 0.5
+"""After its channel has ended, a command usually has this long to end by itself."""
+
+
+class AgentProcess(Protocol):
+    """What started a host's agent: a command, or a task of Spark."""
+
+    connection: Connection
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when :meth:`listen` has something to read; -1 without one."""
+
+    def listen(self) -> bool:
+        """Read some of what it says besides the channel; return whether there was anything."""
+
+    def end(self, patience: float = END_S) -> tuple[int, str]:
+        """End it, also by force after `patience` seconds; return its exit code, and what it said."""
+
+    def close(self) -> None:
+        """Close the descriptor, after :meth:`end`."""
+
+
+class AgentCommand:
+    """A running command; it gets a session of its own, so that Ctrl-C does not reach it.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The command line.
+    key : bytes
+        The job's key, which the agent reads from its stdin.
+
+    Attributes
+    ----------
+    connection : Connection
+        The driver's end of the channel.
+
+    Raises
+    ------
+    OSError
+        The command cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], key: bytes) -> None:
+        self._words = b""
+        self._errors, errors = os.pipe()
+        os.set_blocking(self._errors, False)
+        channel, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=errors,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._errors)
+            channel.close()
+            raise
+        finally:
+            os.close(errors)
+            theirs.close()
+        with contextlib.suppress(OSError):  # a command that has ended already is noticed by reading
+            channel.sendall(key.hex().encode() + b"\n")
+        self.connection = Connection(channel, Session(key, Role.SERVER, skip=SKIPPED))
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when :meth:`listen` has something to read."""
+        return self._errors
+
+    def listen(self) -> bool:
+        """Read some of what the command wrote to its stderr; return whether there was anything."""
+        data = read_some(self._errors) if self._errors >= 0 else b""
+        self._words = (self._words + (data or b""))[-_LAST_WORDS:]
+        return bool(data)
+
+    def end(self, patience: float = END_S) -> tuple[int, str]:
+        """End the command; return its exit code, and what it said.
+
+        The command has `patience` seconds to end by itself after its channel has ended. The code is negative
+        if a signal ended the command, also if this call sent it.
+        """
+        self.connection.close()
+        try:
+            code = self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            # All of its group: a shell does not pass the signal on.
+            signal_group(self._process.pid, signal.SIGTERM)
+            try:
+                code = self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                signal_group(self._process.pid, signal.SIGKILL)
+                code = self._process.wait()
+        return code, self.said
+
+    @property
+    def said(self) -> str:
+        """What the command wrote to its stderr, and to its stdout before the agent's first bytes."""
+        for _ in range(_LAST_READS):
+            if not self.listen():
+                break
+        printed = self.connection.skipped.decode(errors="replace").strip()
+        words = self._words.decode(errors="replace").strip()
+        return "\n".join(filter(None, [printed, words]))
+
+    def close(self) -> None:
+        """Close the descriptor, after :meth:`end`."""
+        os.close(self._errors)
+        self._errors = -1
 
 
 @dataclass(frozen=True)
@@ -131,7 +256,8 @@ class CommandSource(AgentSource):
             return
         agent.waking = kept is not None
         agent.peer = self._connections.adopt(command.connection)
-        self._connections.selector.register(command, selectors.EVENT_READ, lambda: self._listen(command))
+        if command.fileno() >= 0:
+            self._connections.selector.register(command, selectors.EVENT_READ, lambda: self._listen(command))
         if agent.waking:
             agent.peer.send(Again())
 
@@ -139,7 +265,7 @@ class CommandSource(AgentSource):
         """See :meth:`AgentSource.greet`."""
         agent = self._agent_of(peer)
         agent.waking = False
-        self.pool.set_clock(agent.number, greeting.clock - time.time())
+        self.pool.ahead[agent.number] = greeting.clock - time.time()
         if wrong := version_problem(self._own, greeting, self.spec.name_of):
             self._refuse(agent, wrong)
         else:

@@ -5,12 +5,11 @@ The driver looks at its sockets when :meth:`Arrivals.take` is called, in the thr
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Sequence
 
-from pyhvd.job.driver.agent_command import END_S
+from pyhvd.job.driver.agent_source import END_S
 from pyhvd.job.driver.discovery import INTERVAL_S
 from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
 from pyhvd.job.machines.member_host import FoundHost
@@ -23,7 +22,7 @@ _MOST_STRANGERS = 64
 
 
 class TaskAgent:
-    """The agent of a task that has connected; see :class:`~pyhvd.job.driver.agent_command.AgentProcess`.
+    """The agent of a task that has connected; see :class:`~pyhvd.job.driver.agent_source.AgentProcess`.
 
     Parameters
     ----------
@@ -33,11 +32,10 @@ class TaskAgent:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._silent, self._writer = os.pipe()
 
     def fileno(self) -> int:
-        """Return a descriptor that is never readable: what the agent writes to stderr is Spark's."""
-        return self._silent
+        """Return -1: what the agent writes to stderr is Spark's."""
+        return -1
 
     def listen(self) -> bool:
         """Return False."""
@@ -54,9 +52,7 @@ class TaskAgent:
         self.connection.finish(END_S)
 
     def close(self) -> None:
-        """Close the descriptors."""
-        os.close(self._silent)
-        os.close(self._writer)
+        """Do nothing."""
 
 
 class Arrivals:

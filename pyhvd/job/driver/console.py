@@ -1,23 +1,36 @@
-"""The user's side of a job: the launcher's own lines, and a terminal's status line, stdin and signals."""
+"""The user's side of a job: the launcher's own lines, and a terminal's status line, stdin and signals.
+
+Invariants
+----------
+1. The status line is the last on the screen. It is erased before any other line is shown.
+2. It is shown while this process is in the foreground of the terminal.
+3. A terminal that takes no bytes, as after Ctrl-S, blocks only who says a line that stays. A text that it has
+   then keeps its place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import select
 import selectors
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TextIO
 
 from pyhvd.job.connections import Peer
-from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.messages import INPUT_CREDIT, FromDriver, Input
 from pyhvd.job.process.signals import is_in_background, to_handle, wake_on_signals
 
 _log = logging.getLogger("pyhvd")
 
 _CHUNK = 1 << 16
+_ERASE = "\r\x1b[K"
+_COLUMNS = 80
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,87 @@ class Console:
     say: Callable[[str], None]
     warn: Callable[[str], None]
     terminal: Terminal | None = None
+
+
+def say(text: str) -> None:
+    """Show a line of the launcher's own on stderr, after all that this process has written to stdout."""
+    with contextlib.suppress(OSError):  # the reader is gone
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+class StatusLine:
+    """One line that is written again until :meth:`end`; any thread may call.
+
+    Parameters
+    ----------
+    file : text file
+        Where it is shown.
+    terminal : bool
+        Whether that is a terminal; else nothing is shown.
+
+    Attributes
+    ----------
+    over : bool
+        Whether nothing more is shown.
+    """
+
+    def __init__(self, file: TextIO, *, terminal: bool) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._text = ""
+        self.over = not terminal
+
+    def show(self, text: str) -> None:
+        """Show a text in place of the last one."""
+        if self.over or not self._lock.acquire(blocking=False):  # another thread erases it
+            return
+        try:
+            if not self.over and text != self._text and self._takes_bytes():
+                self._text = text
+                self._write(f"{_ERASE}{text[: self._columns() - 1]}")
+        finally:
+            self._lock.release()
+
+    def clear(self) -> None:
+        """Erase the line; the next :meth:`show` writes it again."""
+        with self._lock:
+            self._erase()
+
+    def end(self) -> None:
+        """Erase the line, and show no more."""
+        if not self.over:
+            with self._lock:
+                self._erase()
+                self.over = True
+
+    def say(self, text: str) -> None:
+        """Show a line that stays; see :func:`say`."""
+        with self._lock:
+            self._erase()
+            say(text)
+
+    def _erase(self) -> None:
+        if self._text:
+            self._text = ""
+            if self._takes_bytes():
+                self._write(_ERASE)
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self._file.write(text)
+            self._file.flush()
+
+    def _takes_bytes(self) -> bool:
+        descriptor = self._file.fileno()
+        return not is_in_background(descriptor) and bool(select.select([], [descriptor], [], 0)[1])
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._file.fileno()).columns or _COLUMNS
+        except OSError:
+            return _COLUMNS
 
 
 def log_warning(text: str) -> None:

@@ -21,14 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
-from pyhvd.job.machines.found_hosts import (
-    DiscoveryFailed,
-    Found,
-    check_hosts,
-    parse_hosts,
-    parse_lines,
-    show_value,
-)
+from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found, check_hosts, parse_hosts, show_value
 from pyhvd.job.process.guardian import signal_group
 
 INTERVAL_S = 1.0
@@ -57,11 +50,14 @@ class Discovery(ABC):
 
     Parameters
     ----------
+    slots : int
+        The slots of a host for which none are given.
     interval, limit : float
         See :data:`INTERVAL_S` and :data:`LIMIT_S`.
     """
 
-    def __init__(self, interval: float, limit: float) -> None:
+    def __init__(self, slots: int = 1, interval: float = INTERVAL_S, limit: float = LIMIT_S) -> None:
+        self._slots = slots
         self._interval = interval
         self._limit = limit
         self._results: queue.SimpleQueue[Found | DiscoveryFailed] = queue.SimpleQueue()
@@ -110,18 +106,13 @@ class ScriptDiscovery(Discovery):
     ----------
     command : sequence of str
         The script and its arguments.
-    slots : int
-        The slots of a host whose line gives none.
-    interval, limit : float
+    slots, *times
         See :class:`Discovery`.
     """
 
-    def __init__(
-        self, command: Sequence[str], slots: int = 1, interval: float = INTERVAL_S, limit: float = LIMIT_S
-    ) -> None:
+    def __init__(self, command: Sequence[str], slots: int = 1, *times: float) -> None:
         self._command = ["/bin/sh", "-c", _GUARDED, "sh", *command]
-        self._slots = slots
-        super().__init__(interval, limit)
+        super().__init__(slots, *times)
 
     def _run_once(self, until: float) -> None:
         """Run the script, and hand its result over."""
@@ -185,7 +176,7 @@ class ScriptDiscovery(Discovery):
             return DiscoveryFailed(
                 f"the script ended with code {process.returncode}{f': {words}' if words else ''}"
             )
-        return Found(*parse_hosts(said[out].decode(errors="replace"), self._slots))
+        return Found(*parse_hosts(said[out].decode(errors="replace").splitlines(), self._slots))
 
 
 @runtime_checkable
@@ -207,19 +198,14 @@ class CallDiscovery(Discovery):
     ----------
     find : callable or FindsHosts
         See :data:`HostFinder`.
-    slots : int
-        The slots of a host whose line gives none.
-    interval, limit : float
+    slots, *times
         See :class:`Discovery`.
     """
 
-    def __init__(
-        self, find: HostFinder, slots: int = 1, interval: float = INTERVAL_S, limit: float = LIMIT_S
-    ) -> None:
+    def __init__(self, find: HostFinder, slots: int = 1, *times: float) -> None:
         method = find.find_available_hosts_and_slots if isinstance(find, FindsHosts) else find
         self._find: Callable[[], object] = method
-        self._slots = slots
-        super().__init__(interval, limit)
+        super().__init__(slots, *times)
 
     def _run_once(self, until: float) -> None:
         """Call the function, and hand over its result.
@@ -274,7 +260,7 @@ class CallDiscovery(Discovery):
             lines = list(islice(found, _MOST_LINES + 1))
             if len(lines) > _MOST_LINES:
                 return DiscoveryFailed(f"the call returned more than {_MOST_LINES} lines")
-            return Found(*parse_lines(lines, self._slots))
+            return Found(*parse_hosts(lines, self._slots))
         except BaseException as exc:  # the user's code may call sys.exit()
             said = " / ".join(filter(None, map(str.strip, traceback.format_exception_only(exc))))
             return DiscoveryFailed(f"the call raised {said[:_ERRORS_SHOWN]}")

@@ -22,15 +22,13 @@ from typing import Any, Protocol
 
 from pyhvd.common.text import list_hosts
 from pyhvd.job.connections import Standstill
-from pyhvd.job.driver.agent_command import AgentProcess
-from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
-from pyhvd.job.driver.console import Console, Terminal, noting_signals, wake_by
+from pyhvd.job.driver.agent_source import AgentProcess, Checked, CommandSource, HostSlots
+from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signals, wake_by
 from pyhvd.job.driver.drain_socket import DrainError, DrainSocket
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.held_commits import HeldCommits, Outcome, StateLostError
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
-from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
 from pyhvd.job.machines.machine import Say
@@ -45,10 +43,10 @@ from pyhvd.job.machines.membership import (
     StartGeneration,
 )
 from pyhvd.job.machines.roster import Place
+from pyhvd.job.mpi.rank_env import JOB
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.signals import ENDING
 from pyhvd.job.rank.call import as_function_errors
-from pyhvd.job.rank.generation_env import JOB
 from pyhvd.job.spec import JobSpec
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -63,12 +61,11 @@ class _EndNow(Exception):
     """The ranks of the running generation shall end."""
 
 
+@dataclass(eq=False)
 class _GaveUp(Exception):
     """The job is over, with this error."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
+    error: Exception
 
 
 @dataclass
@@ -152,10 +149,6 @@ class Generation:
     source: CommandSource
     held: HeldCommits
 
-    def serves(self, host: str) -> bool:
-        """Return whether this generation has ranks on a host."""
-        return host in self.source.pool.names
-
 
 @dataclass(eq=False)
 class ElasticJob:
@@ -222,11 +215,9 @@ class ElasticJob:
         Interrupted
             A signal ended the job.
         """
+        noting = contextlib.nullcontext(-1) if self.status is None else noting_signals(self._signals)
         try:
-            if self.status is None:
-                self._serve()
-                return
-            with noting_signals(self._signals) as self._wake:
+            with noting as self._wake:
                 self._serve()
         except _GaveUp as exc:
             raise exc.error from None
@@ -322,9 +313,11 @@ class ElasticJob:
                 self.membership.agent_up(host, now)
             elif starting.has_failed(now):
                 del self._starting[host]
-                self._fail_agent(host, *starting.end(), now)
+                why, _ = self.starter.explain(host, *starting.end())
+                self.membership.agent_lost(host, why, now, random.random())
+        placed = [] if self._running is None else self._running.source.pool.names
         for host, words in list(self._up.items()):
-            if not self._has_ranks(host) and not self._kept.has(words):
+            if host not in placed and not self._kept.has(words):
                 self._lose_agent(host, "its agent is gone", now)
 
     def _look_at_notices(self) -> None:
@@ -347,13 +340,6 @@ class ElasticJob:
             known = list_hosts(self.membership.hosts)
             raise DrainError(f"host {host} is none of the job's hosts: {known}")
         return f"host {host} is drained: its ranks leave at their next commit or check"
-
-    def _has_ranks(self, host: str) -> bool:
-        return self._running is not None and self._running.serves(host)
-
-    def _fail_agent(self, host: str, code: int, said: str, now: float) -> None:
-        why, _ = self.starter.explain(host, code, said)
-        self.membership.agent_lost(host, why, now, random.random())
 
     def _lose_agent(self, host: str, why: str, now: float) -> None:
         self._forget(host)

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.messages import Beat, FromAgent, Hello, Restored
-from pyhvd.job.rank.generation_env import RankGeneration
+from pyhvd.job.mpi.rank_env import RankGeneration
 from pyhvd.job.spec import ElasticSpec
 
 RESTORE_S = 600.0

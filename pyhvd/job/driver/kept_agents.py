@@ -14,11 +14,14 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from pyhvd.job.connections import BEAT_S, DRIVER_SILENT_S, SILENT_S, Standstill
-from pyhvd.job.driver.agent_command import AgentProcess
 from pyhvd.job.messages import Beat, decode_from_agent, encode
 from pyhvd.transport.tcp.session import ChannelError
+
+if TYPE_CHECKING:  # it takes agents from here
+    from pyhvd.job.driver.agent_source import AgentProcess
 
 
 class KeptAgents:

@@ -27,12 +27,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import TextIO
 
 from pyhvd.common.text import describe_exception
-from pyhvd.job.process.output import STREAMS, LinePrefixer, OutputFile
+from pyhvd.job.process.output import STREAMS, LinePrefixer, OutputFile, whole_lines
 
 _log = logging.getLogger("pyhvd")
 
@@ -207,13 +207,15 @@ class Output:
     def _show(self, stream: int, text: bytes) -> None:
         if text and self._before is not None:
             self._before()
-        for piece in pieces(text):
-            file = self._file(stream)
-            self._writing = file
-            if file is self._files[stream]:
-                file.write(_encodable(piece.decode(errors="replace"), getattr(file, "encoding", None)))
+        for piece in whole_lines(text, _AT_ONCE):
+            self._writing = file = self._file(stream)
+            # Bytes as they are where this process's own file takes them: a rank's encoding may be another.
+            buffer = None if file is self._files[stream] else getattr(file, "buffer", None)
+            if buffer is None:
+                file.write(_encodable(str(piece, errors="replace"), getattr(file, "encoding", None)))
             else:
-                _write_bytes(file, piece)
+                file.flush()
+                buffer.write(piece)
             file.flush()
             self._written += 1
 
@@ -280,13 +282,11 @@ class Screen:
     def _show(self, who: tuple[int, int], cut: Callable[[LinePrefixer], bytes]) -> bytes:
         place = who[1] if self._apart else 0
         before = self._open.get(place)
-        if before == who:
-            text = cut(self._lines[who])
-        else:
+        if before != who:
             self._lines[who].interrupt()
-            text = cut(self._lines[who])
-            if text and before is not None:
-                text = b"\n" + text
+        text = cut(self._lines[who])
+        if text and before not in (None, who):
+            text = b"\n" + text
         if text:
             self._open.pop(place, None)
             if not text.endswith((b"\n", b"\r")):
@@ -310,26 +310,6 @@ def is_terminal(file: TextIO) -> bool:
         return file.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):
         return False
-
-
-def _write_bytes(file: TextIO, data: bytes) -> None:
-    """Write bytes unchanged, where a file takes bytes: a rank's encoding may be another."""
-    buffer = getattr(file, "buffer", None)
-    if buffer is None:
-        file.write(_encodable(data.decode(errors="replace"), getattr(file, "encoding", None)))
-    else:
-        file.flush()
-        buffer.write(data)
-
-
-def pieces(text: bytes) -> Iterator[bytes]:
-    """Cut a text after lines, into pieces of little more than :data:`_AT_ONCE` bytes."""
-    start = 0
-    while start < len(text):
-        end = text.find(b"\n", start + _AT_ONCE)
-        stop = len(text) if end < 0 else end + 1
-        yield text[start:stop]
-        start = stop
 
 
 def _encodable(text: str, encoding: str | None) -> str:

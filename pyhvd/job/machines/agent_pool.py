@@ -62,8 +62,6 @@ class _PoolHost:
         Why its last command failed; empty after the agent has registered.
     problem : str
         Why the job cannot run on it.
-    ahead : float
-        By how many seconds its wall clock is ahead of the driver's.
     """
 
     name: str
@@ -72,7 +70,6 @@ class _PoolHost:
     start_at: float = -math.inf
     failure: str = ""
     problem: str = ""
-    ahead: float = 0.0
 
     def move(self, event: str) -> None:
         """Change the agent's state."""
@@ -93,17 +90,19 @@ class AgentPool:
         The names of the agents' hosts, for messages.
     starts : bool
         Whether commands start the agents; False if the agents connect by themselves.
+
+    Attributes
+    ----------
+    ahead : list of float
+        By how many seconds the wall clock of each agent's host is ahead of the driver's.
     """
 
     def __init__(self, names: Sequence[str], *, starts: bool) -> None:
+        self.names = list(names)
+        self.ahead = [0.0] * len(self.names)
         self._hosts = [_PoolHost(name) for name in names]
         self._starts = starts
         self._problem_at = math.inf
-
-    @property
-    def names(self) -> list[str]:
-        """The hosts' names."""
-        return [host.name for host in self._hosts]
 
     @property
     def missing(self) -> list[int]:
@@ -114,10 +113,6 @@ class AgentPool:
     def up(self) -> list[bool]:
         """Whether each agent is up."""
         return [host.agent is AgentState.UP for host in self._hosts]
-
-    def ahead(self, index: int) -> float:
-        """Return by how many seconds a host's clock is ahead."""
-        return self._hosts[index].ahead
 
     def groups(self) -> list[list[Member]]:
         """Return the agents that have registered, host by host and by index; host of the lowest index first.
@@ -150,10 +145,6 @@ class AgentPool:
         if host.member == member:
             host.move("fail")
             host.member = None
-
-    def set_clock(self, index: int, ahead: float) -> None:
-        """Note by how much a host's clock is ahead."""
-        self._hosts[index].ahead = ahead
 
     def refuse(self, index: int, problem: str, now: float) -> None:
         """Note why the job cannot run on a host."""

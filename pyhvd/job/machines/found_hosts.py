@@ -26,23 +26,18 @@ class DiscoveryFailed:
     why: str
 
 
-def parse_hosts(text: str, slots: int = 1) -> tuple[tuple[FoundHost, ...], tuple[str, ...]]:
-    """Return the hosts that a script printed, and a text for each bad line.
+def parse_hosts(lines: Iterable[object], slots: int = 1) -> tuple[tuple[FoundHost, ...], tuple[str, ...]]:
+    """Return the hosts of lines that a script printed or a function returned, and a text for each bad line.
 
     Blank lines, and text after ``#``, are ignored. Of a host that is printed twice the last line counts.
 
     Parameters
     ----------
-    text : str
-        Lines such as ``h``, ``h:2``, ``[fe80::1]`` or ``[fe80::1]:2``.
+    lines : iterable
+        Lines such as ``h``, ``h:2``, ``[fe80::1]`` or ``[fe80::1]:2``; an object that is no str is a bad one.
     slots : int
         The slots of a line that gives none.
     """
-    return parse_lines(text.splitlines(), slots)
-
-
-def parse_lines(lines: Iterable[object], slots: int) -> tuple[tuple[FoundHost, ...], tuple[str, ...]]:
-    """See :func:`parse_hosts`; an object that is no str is a bad line."""
     hosts: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, 1):

@@ -318,7 +318,7 @@ class JobMachine:
             if report.kind == INTERRUPT:
                 self._interrupts.append(report)
             return
-        when = report.when - self.pool.ahead(self._by_rank[report.rank].index)
+        when = report.when - self.pool.ahead[self._by_rank[report.rank].index]
         report = replace(report, when=when)
         if ended:
             report = replace(report, kind=ENDED, when=self.epoch + now)

@@ -101,9 +101,7 @@ def find_library() -> Flavour:
 
 @functools.cache
 def _ask_library(python: str) -> Flavour:
-    probe = subprocess.run(
-        [python, "-c", _PROBE], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+    probe = _run(python, "-c", _PROBE)
     if probe.returncode != 0:
         why = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
         raise LaunchError(f"mpi4py finds no MPI library ({why}); {how_to_get()}")
@@ -152,14 +150,12 @@ def _candidates() -> Iterator[str]:
 
 def _ask_mpiexec(path: str) -> Flavour:
     try:
-        answer = subprocess.run(
-            [path, "--version"],
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            timeout=10,
-        )
+        answer = _run(path, "--version", timeout=10.0)
     except (OSError, subprocess.TimeoutExpired):
         return Flavour(OTHER, "", "an unknown MPI")
     return judge_mpiexec(answer.stdout + answer.stderr)
+
+
+def _run(*command: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    stdin = subprocess.DEVNULL
+    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=stdin, timeout=timeout)

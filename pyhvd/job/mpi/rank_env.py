@@ -1,4 +1,4 @@
-"""The variables of a rank: reading what its launcher set, removing a launcher's variables, setting defaults.
+"""The variables of a rank: reading what its launcher set, sending or removing a launcher's, setting defaults.
 
 Decides which process is the rank: its children inherit its variables. Does not touch MPI.
 """
@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import stat
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from pyhvd.common.kernel import cgroup_limits
 from pyhvd.job.mpi.openmpi.settings import PARAMETERS
 
-GENERATION = "PYHVD_ELASTIC_GENERATION"
+_ELASTIC = "PYHVD_ELASTIC_"
+GENERATION = _ELASTIC + "GENERATION"
 """The variable with the number of a rank's generation; ranks of jobs that are not elastic have none."""
+JOB = _ELASTIC + "JOB"
+"""The variable that has :attr:`RankGeneration.job`; the launcher sets it in all generations."""
+AS_HOROVOD = "PYHVD_AS_HOROVOD"
+"""The variable of ranks whose program may import horovod."""
 # Variables of the job that the executor itself belongs to.
 _OF_THE_EXECUTOR = ("HYDRA_", "OMPI_", "PRTE_")
 # Users set Open MPI's parameters by spark.executorEnv. orte_ and ess_ are Open MPI 4's for its own job.
@@ -62,9 +68,24 @@ HOROVOD_NUMBERS = tuple(
 OF_ONE_RANK = (
     *OF_RANKS,
     *HOROVOD_NUMBERS[1:],  # all ranks here have the same host
-    *("HOROVOD_ELASTIC", "PYHVD_ELASTIC_"),
+    *("HOROVOD_ELASTIC", _ELASTIC),
 )
 """How the names of variables begin that belong to one rank, or to one generation."""
+
+# Of the launcher's own login, terminal and devices.
+_NEVER = {
+    *("PWD", "OLDPWD", "SHLVL", "_", "HOME", "USER", "LOGNAME", "MAIL", "SHELL", "HOSTNAME", "DISPLAY"),
+    *("LS_COLORS", "TMPDIR"),
+}
+_NEVER_PREFIXES = (
+    *("TERM", "SSH_", "XDG_", "DBUS_", "BASH_FUNC_"),
+    # Of a job that the launcher itself may be part of.
+    *(*OF_RANKS, *OF_CLUSTERS, "PRTE", "HYDRA"),
+)
+# Credentials and settings of file systems.
+_OF_STORES = ("AWS_", "AZURE_", "FSSPEC_", "GCE_", "GCLOUD_", "GOOGLE_", "HF_", "HTTP_PROXY", "HTTPS_PROXY")
+_NEVER_SUFFIX = "_VISIBLE_DEVICES"
+_SENT_NAME = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 
 # Without these settings a waiting rank keeps its core, also when ranks share cores. The first variable of
 # MPICH works at THREAD_MULTIPLE, the others below. With Open MPI, 4 ranks on 2 cores took seconds instead of
@@ -122,6 +143,55 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
             local_size=_number(environ.get(local_size_name)) or size,
         )
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class RankGeneration:
+    """One generation of ranks.
+
+    Attributes
+    ----------
+    number : int
+        How often ranks were started again before.
+    commit : int
+        The number of the newest commit, from which this generation goes on; 0 if there is none.
+    source : int
+        A rank whose host holds that commit.
+    max_size : int
+        The most ranks that the job may have; 0 without a limit.
+    job : str
+        Letters that tell jobs apart, the same in all generations of one job.
+    stores : bool
+        Whether commits are stored outside of the hosts, by the host of rank 0.
+    """
+
+    number: int
+    commit: int = 0
+    source: int = 0
+    max_size: int = 0
+    job: str = ""
+    stores: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of a rank, but for :data:`JOB`."""
+        values = {
+            GENERATION: self.number,
+            _ELASTIC + "COMMIT": self.commit,
+            _ELASTIC + "SOURCE": self.source,
+            _ELASTIC + "MAX_SIZE": self.max_size,
+            _ELASTIC + "STORES": int(self.stores),
+            "HOROVOD_ELASTIC": 1,
+        }
+        return {name: str(value) for name, value in values.items()}
+
+
+def read_generation(environ: Mapping[str, str]) -> RankGeneration | None:
+    """Return the generation of this rank; None if its job is not elastic."""
+    if GENERATION not in environ:
+        return None
+    names = (GENERATION, *(_ELASTIC + name for name in ("COMMIT", "SOURCE", "MAX_SIZE", "STORES")))
+    number, commit, source, max_size, stores = (int(environ.get(name, "0")) for name in names)
+    return RankGeneration(number, commit, source, max_size, environ.get(JOB, ""), bool(stores))
 
 
 def _number(text: str | None) -> int | None:
@@ -281,3 +351,30 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     parameters = {name: value for name, value in environ.items() if name.startswith(PARAMETERS)}
     own = without(environ, *OF_RANKS, *OF_CLUSTERS, *_OF_THE_EXECUTOR) | without(parameters, *_OF_A_JOB)
     return own | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def to_send(environ: Mapping[bytes, bytes], settings: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Return the variables to send: the launcher's, but for those of its own host and job, and the settings.
+
+    Parameters
+    ----------
+    environ : mapping of bytes to bytes
+        The launcher's environment.
+    settings : mapping of str to str
+        The user's; they are sent in any case.
+    """
+    sent = {name: value for name, value in environ.items() if _is_sent(name)}
+    sent |= {os.fsencode(name): os.fsencode(value) for name, value in settings.items()}
+    return list(sent.items())
+
+
+def of_stores(sent: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return those variables of :func:`to_send` that file systems of stores read."""
+    return [pair for pair in sent if os.fsdecode(pair[0]).upper().startswith(_OF_STORES)]
+
+
+def _is_sent(name: bytes) -> bool:
+    text = os.fsdecode(name)
+    if text in _NEVER or text.startswith(_NEVER_PREFIXES) or text.endswith(_NEVER_SUFFIX):
+        return False
+    return _SENT_NAME.fullmatch(name) is not None

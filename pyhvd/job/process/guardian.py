@@ -7,7 +7,7 @@ The guardian and the owner hold the two ends of a lifetime line, a socket pair.
 2. When the process ends, the guardian tells the owner how.
 3. When the guardian is killed, the kernel kills the process.
 
-``python -m pyhvd.job.process.guardian LIFE CONTROL MODULE`` guards a rank; a Spark task starts it.
+``python -m pyhvd.job.process.guardian LIFE CONTROL MODULE`` guards a rank; the rank's agent starts it.
 LIFE and CONTROL are descriptors: the lifetime line, and the rank's control socket. MODULE has ``run_rank``.
 """
 
@@ -166,12 +166,16 @@ def _owner_lives(life_fd: int) -> bool:
         return False
 
 
-def _run_rank(module: str, control_fd: int) -> int:
+def guard_rank(life: str, control: str, module: str) -> NoReturn:
+    """Guard a rank; the arguments are those of the command."""
+    guard(int(life), lambda: _run_rank(int(control), module))
+
+
+def _run_rank(control_fd: int, module: str) -> int:
     found = importlib.import_module(module)  # in the rank alone: the guardian stays small
     code: int = found.run_rank(socket.socket(fileno=control_fd))
     return code
 
 
 if __name__ == "__main__":
-    life, control = map(int, sys.argv[1:3])
-    guard(life, lambda: _run_rank(sys.argv[3], control))
+    guard_rank(*sys.argv[1:])

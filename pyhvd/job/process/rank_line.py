@@ -11,6 +11,8 @@ REPORT     how the rank fails: an :class:`ExitReport`, and the pickled exception
 RESULT     the number of bytes that follow: what the rank's function returned. It is the last message
 =========  =============================================================================================
 
+An agent first sends its rank what to run, the other way: the length (:data:`LENGTH`), and that many bytes.
+
 After MPI_Init, a rank that crashes writes its Python stack last, which is no message (:func:`tell_crashes`).
 
 The watcher makes the line for a rank that it starts, and unpickles nothing. :class:`Entrance` keeps what the
@@ -24,6 +26,8 @@ import json
 import math
 import os
 import signal
+import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,6 +41,7 @@ TENTATIVE = "tentative"
 SEGMENTS = "segments"
 REPORT = "report"
 RESULT = "result"
+LENGTH = struct.Struct("!Q")
 EXIT_HANDLERS_S = 0.5
 """After reporting a failure, a rank that runs a program has this long for its exit handlers."""
 CRASH = b"Fatal Python error: "
@@ -119,6 +124,23 @@ def _point_nowhere(fd: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd, inheritable=False)
     os.close(nowhere)
+
+
+def read_code(control: socket.socket) -> bytearray:
+    """Return the code that the rank's agent sends first."""
+    (length,) = LENGTH.unpack(_read_exactly(control, LENGTH.size))
+    return _read_exactly(control, length)
+
+
+def _read_exactly(control: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = control.recv_into(view)
+        if not count:
+            raise EOFError("the task is gone")
+        view = view[count:]
+    return data
 
 
 @dataclass(eq=False)

@@ -152,9 +152,9 @@ class SupervisedProcess:
         self._held = held
         if not held:
             self._listen()
-            return
-        for fd in self._outputs.values():
-            self._selector.unregister(fd)
+        else:
+            for fd in self._outputs.values():
+                self._selector.unregister(fd)
 
     def end(self) -> None:
         """Make the guardian end the process and all that it started; do not wait."""
@@ -214,8 +214,10 @@ class SupervisedProcess:
         self._told += data
         if data and self._told.count(b"\n") < 2:
             return
-        if not data:
-            self._kill_group()
+        if not data and self.pid:
+            # The guardian was killed, and the process with it: kill what that has started. The group keeps
+            # the process's id as its number as long as any member of the group lives.
+            signal_group(self.pid, signal.SIGKILL)
         for stream, fd in ((1, self._out), (2, self._err)):
             for _ in range(_LAST_CHUNKS):
                 if not self._read_output(stream, fd):
@@ -235,14 +237,6 @@ class SupervisedProcess:
             self._process.kill()
             self._process.wait(self._kill_s)
         self.guardian_code = self._process.returncode
-
-    def _kill_group(self) -> None:
-        """Kill what the process started, after the guardian was killed and the process with it.
-
-        The group keeps the process's id as its number as long as any member of the group lives.
-        """
-        if self.pid:
-            signal_group(self.pid, signal.SIGKILL)
 
 
 def read_some(fd: int, size: int = _CHUNK) -> bytes | None:

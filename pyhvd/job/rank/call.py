@@ -17,6 +17,7 @@ from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.job.errors import LaunchError, RankError
 from pyhvd.job.rank.pickles import load
 from pyhvd.job.spec import Option
+from pyhvd.transport.link_addresses import host_addresses
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 # Most bytes of the ranks' variables: they travel in one message.
@@ -78,6 +79,29 @@ def interface_names(given: Iterable[str] | None, name: str = "nics") -> list[str
     names = list(dict.fromkeys(given))
     expect(all(isinstance(each, str) for each in names), name, names, "names of network interfaces")
     return sorted(names) if isinstance(given, (set, frozenset)) else names
+
+
+def interface_addresses(nics: Iterable[str]) -> list[str]:
+    """Return an address of each of some network interfaces, IPv4 if it has one; at least one address.
+
+    Raises
+    ------
+    ValueError
+        An interface does not exist, is down, or has no address; the text lists the interfaces.
+    """
+    known = host_addresses()
+    addresses = []
+    for nic in nics:
+        found = [each.interface.ip for each in known if each.nic == nic]
+        if not found:
+            names = ", ".join(dict.fromkeys(each.nic for each in known))
+            raise ValueError(
+                f"nics: interface {nic!r} has no address or is down; this host's interfaces are {names}"
+            )
+        addresses.append(str(min(found, key=lambda ip: ip.version)))
+    if not addresses:
+        raise ValueError("nics is empty: name an interface, or leave nics out")
+    return addresses
 
 
 def rank_variables(env: Mapping[str, str] | None, nics: Sequence[str] | None) -> dict[str, str]:

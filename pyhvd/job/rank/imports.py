@@ -1,4 +1,4 @@
-"""What a rank does when its program imports mpi4py.MPI or pyspark.
+"""What a rank does when its program imports mpi4py.MPI, pyspark or horovod.
 
 mpi4py.MPI: detecting that mpiexec belongs to another MPI: then N ranks become N worlds of one rank each.
 
@@ -10,6 +10,8 @@ mpi4py.MPI: detecting that mpiexec belongs to another MPI: then N ranks become N
    So the supervisor gets a tentative text, which it shows if the rank ends in MPI_Init.
 
 pyspark: a rank that belongs to a Spark task finds there what the task has.
+
+horovod: it is pyhvd's under ``pyhvdrun --as-horovod``, unless Horovod is installed.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from pyhvd.common import launcher_hooks
-from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER, RankEnv
+from pyhvd.job.mpi.rank_env import AS_HOROVOD, MPICH, OPENMPI, OTHER, RankEnv
 from pyhvd.transport.mpi.ending import take_over, watch_abort
 
 if TYPE_CHECKING:
@@ -33,6 +36,10 @@ if TYPE_CHECKING:
 
 SPARK_TASK = "_PYHVD_SPARK_TASK"
 """The variable with the files of a rank's Spark task, as JSON; see :mod:`pyhvd.spark.task_body`."""
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_HOROVOD = os.path.join(_PACKAGE, "aliases", "on_path")
 
 
 class ImportWatch:
@@ -111,29 +118,24 @@ def watch_mpi_import(
     _MpiWatch(rank_env, tell, describe or describe_mismatch, enter, entered)
 
 
+@dataclass(eq=False)
 class _MpiWatch(ImportWatch):
     """Checks the world after the import of mpi4py.MPI, or after pyhvd has called MPI_Init."""
 
-    def __init__(
-        self,
-        rank_env: RankEnv,
-        tell: Callable[[str], None],
-        describe: Callable[[RankEnv], str],
-        enter: Callable[[], object],
-        entered: Callable[[], object],
-    ) -> None:
+    rank_env: RankEnv
+    tell: Callable[[str], None]
+    describe: Callable[[RankEnv], str]
+    enter: Callable[[], object]
+    entered: Callable[[], object]
+
+    def __post_init__(self) -> None:
         super().__init__("mpi4py.MPI")
-        self._rank_env = rank_env
-        self._tell = tell
-        self._describe = describe
-        self._enter = enter
-        self._entered = entered
 
     def begin(self) -> None:
         take_over()
 
     def found(self, origin: str) -> None:
-        self._differs = self._rank_env.size > 1 and _differs(self._rank_env, origin)
+        self._differs = self.rank_env.size > 1 and _differs(self.rank_env, origin)
         rc = getattr(sys.modules["mpi4py"], "rc", None)
         self._initializes = getattr(rc, "initialize", True) is not False
         if self._initializes:
@@ -148,16 +150,16 @@ class _MpiWatch(ImportWatch):
         launcher_hooks.after_mpi_init = partial(self._after_mpi_init, module)
 
     def _before_mpi_init(self) -> None:
-        self._enter()
+        self.enter()
         if self._differs:
-            self._tell(self._describe(self._rank_env))
+            self.tell(self.describe(self.rank_env))
 
     def _after_mpi_init(self, module: ModuleType) -> None:
-        self._entered()
+        self.entered()
         if self._differs:
-            self._tell("")
-        if self._rank_env.size > module.COMM_WORLD.Get_size() == 1:
-            raise SystemExit(self._describe(self._rank_env))
+            self.tell("")
+        if self.rank_env.size > module.COMM_WORLD.Get_size() == 1:
+            raise SystemExit(self.describe(self.rank_env))
 
 
 def _differs(rank_env: RankEnv, file: str) -> bool:
@@ -221,3 +223,12 @@ class _PysparkWatch(ImportWatch):
 
     def end(self, module: ModuleType) -> None:  # noqa: ARG002
         _prepare_pyspark()
+
+
+def offer_horovod() -> None:
+    """Let this process import ``horovod`` if its launcher was told so; an installed Horovod comes first.
+
+    The folder is the last of sys.path, which multiprocessing passes on to the processes that it starts.
+    """
+    if os.environ.get(AS_HOROVOD) == "1" and _HOROVOD not in sys.path:
+        sys.path.append(_HOROVOD)

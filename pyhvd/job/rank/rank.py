@@ -1,7 +1,7 @@
 """The rank itself: it receives the function from its agent, runs it, and sends the result.
 
-The agent sends the length (8 bytes) and the pickle of function, args and kwargs on the control socket. The
-rank answers with the messages of :mod:`pyhvd.job.process.rank_line`. The bytes of its result are those of
+The agent sends the pickle of function, args and kwargs on the control socket. The rank answers with the
+messages of :mod:`pyhvd.job.process.rank_line`. The bytes of its result are those of
 :mod:`pyhvd.job.rank.pickles`, or none to make room in an elastic job.
 """
 
@@ -9,38 +9,42 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 import threading
-from contextlib import suppress
 from typing import Any
 
 from pyhvd.common import launcher_hooks
+from pyhvd.common.standard_files import flush_standard_files
 from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
+from pyhvd.job.errors import MadeRoom
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, SECONDARY, ExitReport, kind_of
-from pyhvd.job.process.rank_line import ENTERING, RESULT, tell, tell_crashes, tell_report
-from pyhvd.job.rank.generation_env import MadeRoom
+from pyhvd.job.process.rank_line import ENTERING, RESULT, read_code, tell, tell_crashes, tell_report
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.job.rank.pickles import dump
 from pyhvd.transport.tcp.session import MAX_RECORD
 
-LENGTH = struct.Struct("!Q")
 PATHS = "_PYHVD_JOB_PATHS"
-"""The variable with the directories in which a rank looks for modules before those of its Python."""
+"""The variable with the directories in which a rank looks for modules before those of its Python.
+
+Each rank on a host of the job has it, and none of a Spark task.
+"""
 _FLUSH_S = 0.5
 # A pickled exception travels in one message, together with its report.
 _MOST_EXCEPTION = MAX_RECORD // 2
 
 
-def run_rank(control: socket.socket, *, sends_exception: bool = False) -> int:
+def run_rank(control: socket.socket) -> int:
     """Run the function and send its result; return the exit code 0. After a failure, report it and exit.
 
-    The report has the exception itself if `sends_exception`, and its text in any case. A child that the
+    The report has the exception itself on a host of the job, and its text in any case. A child that the
     function forks ends as Python ends it: it sends nothing.
     """
+    paths = os.environ.pop(PATHS, None)
+    if paths is not None:
+        sys.path[:0] = [path for path in paths.split(os.pathsep) if path and path not in sys.path]
     pid = os.getpid()
     launcher_hooks.supervised = True
     launcher_hooks.tell_up = segments.remove_own
@@ -72,7 +76,7 @@ def run_rank(control: socket.socket, *, sends_exception: bool = False) -> int:
             raise
         report = describe_failure(exc, rank_env.rank)
         _flush()
-        tell_report(control.fileno(), report, _pickled(exc) if sends_exception else b"")
+        tell_report(control.fileno(), report, b"" if paths is None else _pickled(exc))
         _leave(report.code)
     if os.getpid() == pid:
         tell(control.fileno(), RESULT, sum(map(len, pieces)), *pieces)
@@ -108,29 +112,12 @@ def _pickled(exc: BaseException) -> bytes:
     return pickled if len(pickled) <= _MOST_EXCEPTION else b""
 
 
-def read_code(control: socket.socket) -> bytearray:
-    """Return the code that the rank's agent sends first."""
-    (length,) = LENGTH.unpack(_read_exactly(control, LENGTH.size))
-    return _read_exactly(control, length)
-
-
-def _read_exactly(control: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = control.recv_into(view)
-        if not count:
-            raise EOFError("the task is gone")
-        view = view[count:]
-    return data
-
-
 def _flush() -> bool:
     """Write buffered output, for at most 0.5 s, as its reader may have stopped; return True.
 
     Return False at once if the process has no room for a thread.
     """
-    thread = threading.Thread(target=_flush_both, daemon=True)
+    thread = threading.Thread(target=flush_standard_files, daemon=True)
     try:
         thread.start()
     except Exception:
@@ -139,16 +126,10 @@ def _flush() -> bool:
     return True
 
 
-def _flush_both() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-
-
 def _leave(code: int) -> Any:
     """Exit without exit handlers, which would wait for other ranks: the driver knows, and ends them all."""
     if not _flush():
-        _flush_both()
+        flush_standard_files()
     os._exit(code or 1)
 
 

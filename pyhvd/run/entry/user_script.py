@@ -1,4 +1,7 @@
-"""Runs the script in the rank, and reports the exception that ends it."""
+"""Runs the script in the rank, and reports the exception that ends it.
+
+Under mpiexec a supervisor forks the rank. On a host of the job a guardian does (:func:`run_rank`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import atexit
 import importlib.util
 import io
 import os
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -15,14 +20,41 @@ from types import TracebackType
 from mpi4py.run import run_command_line, set_abort_status
 
 from pyhvd.common import launcher_hooks
+from pyhvd.common.standard_files import flush_standard_files
 from pyhvd.job.mpi.abort import can_end_job, drain_output
-from pyhvd.job.mpi.rank_env import RankEnv
+from pyhvd.job.mpi.rank_env import RankEnv, let_hangup_end, read_generation, read_rank_env, set_defaults
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, ExitReport, kind_of
-from pyhvd.job.process.rank_line import ENTERING, SEGMENTS, TENTATIVE, UP, tell, tell_crashes, tell_report
-from pyhvd.job.rank.imports import watch_mpi_import
-from pyhvd.run.horovod_name import offer_horovod
+from pyhvd.job.process.rank_line import (
+    ENTERING,
+    SEGMENTS,
+    TENTATIVE,
+    UP,
+    read_code,
+    tell,
+    tell_crashes,
+    tell_report,
+)
+from pyhvd.job.rank.imports import offer_horovod, watch_mpi_import
 from pyhvd.transport.mpi.ending import take_over, watch_abort
+
+
+def run_rank(control: socket.socket) -> int:
+    """Run the program whose words the rank's agent sends on the control socket; return the exit code."""
+    import msgspec
+
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # the agent runs in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    control.set_inheritable(False)
+    program = msgspec.msgpack.decode(read_code(control), type=list[str])
+    rank_env = read_rank_env()
+    assert rank_env is not None
+    known = read_generation(os.environ)
+    message = set_defaults(rank_env, os.environ)
+    let_hangup_end(os.environ)  # the launcher alone sends SIGHUP, and knows of nohup
+    if message is not None and rank_env.rank == 0 and (known is None or not known.number):
+        print(message, file=sys.stderr, flush=True)
+    return run_script(program, rank_env, control.detach())
 
 
 def run_script(program: list[str], rank_env: RankEnv, line_fd: int) -> int:
@@ -110,7 +142,7 @@ class _Ending:
     def report(self, kind: str, code: int, text: str, when: float | None = None) -> int:
         """Report to the supervisor, which shows the text after the exit handlers, or without them."""
         self._code, self._text = code, text
-        _flush()
+        flush_standard_files()
         if self.is_own:
             at = time.time() if when is None else when
             tell_report(self._line_fd, ExitReport(self.rank, kind, code, text, at, titled=True))
@@ -148,7 +180,7 @@ class _Ending:
         """After a failure, exit before MPI_Finalize waits for other ranks; this is the last exit handler."""
         if self._code is None or not self.is_own:
             return
-        _flush()
+        flush_standard_files()
         if self.can_end_job:
             os._exit(self._code)
         # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
@@ -156,13 +188,6 @@ class _Ending:
         os.write(2, f"{self._text.rstrip()}\n".encode())
         drain_output()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _flush() -> None:
-    """Flush stdout and stderr, which the program may have closed or replaced."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
 
 
 def _classify(exc: BaseException, ending: _Ending) -> tuple[str, int, str]:

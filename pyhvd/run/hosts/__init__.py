@@ -1,1 +1,1 @@
-"""The hosts that users and clusters give, and what reaches them."""
+"""The hosts that users and clusters give, and the commands that reach them."""

@@ -1,4 +1,4 @@
-"""Which hosts a job gets, by which rule, and which ranks sit on each. Pure but for its arguments.
+"""Which hosts a job gets, by which rule, which of them is this one, and which ranks sit on each.
 
 Rules, in this order
 --------------------
@@ -9,20 +9,23 @@ Rules, in this order
 
 from __future__ import annotations
 
+import os
+import pwd
+import socket
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 
 from pyhvd.common.tables import align
 from pyhvd.job.spec import HOSTFILE, HOSTS, NUM_PROC
 from pyhvd.run.hosts.agent_template import SSH, ssh_command
-from pyhvd.run.hosts.clusters import small
-from pyhvd.run.hosts.clusters.detection import find_allocation
+from pyhvd.run.hosts.clusters.detection import explain_pod_of_job, find_allocation
 from pyhvd.run.hosts.clusters.results import Allocation, Surroundings
 from pyhvd.run.hosts.hosts import (
     Host,
     HostRanks,
     HostsError,
     JobHosts,
+    is_loopback,
     mark_own,
     parse_hostfile,
     parse_hosts,
@@ -31,6 +34,8 @@ from pyhvd.run.hosts.hosts import (
 from pyhvd.run.options import Options
 
 FindOwn = Callable[[Iterable[Host]], Container[Host]]
+# So many names are looked up at a time: a lookup that fails may take 10 s.
+_LOOKUPS = 64
 _MISSING_SIZE = "the number of ranks is missing: give e.g. -n 2"
 
 
@@ -79,7 +84,7 @@ def select(options: Options, around: Surroundings, find_own: FindOwn) -> HostSel
     if allocation is not None and allocation.hosts:
         return _allocated(allocation, options, find_own)
     if options.num_proc is None:
-        note = small.explain_pod_of_job(around.environ) or _MISSING_SIZE
+        note = explain_pod_of_job(around.environ) or _MISSING_SIZE
         return HostSelection("this host", (), None, note)
     return _seat(Allocation("this host", (Host("localhost", options.num_proc),)), options, find_own)
 
@@ -153,6 +158,60 @@ def _seat(
     marked = mark_own(placed, find_own(host for host, _ in placed))
     seated = JobHosts(marked, _agent(options, allocation.agent), allocation.interface)
     return HostSelection(allocation.system, allocation.hosts, seated, allocation.note)
+
+
+def find_own(hosts: Iterable[Host]) -> set[Host]:
+    """Return those hosts that are this one, and on which no other user is to log in."""
+    candidates = [host for host in hosts if host.user in ("", _login())]
+    own = {host for host in candidates if is_own(host.name)}
+    others = [host for host in candidates if host not in own]
+    return own | {host for host, found in zip(others, _each_resolves_here(others), strict=True) if found}
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is this host's, without looking it up."""
+    mine = socket.gethostname().lower()
+    return name.lower() in (mine, mine.partition(".")[0]) or is_loopback(name)
+
+
+def _login() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container whose user has no entry
+        return ""
+
+
+def _each_resolves_here(hosts: list[Host]) -> list[bool]:
+    if not hosts:
+        return []
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(len(hosts), _LOOKUPS)) as pool:
+        return list(pool.map(lambda host: _resolves_here(host.name), hosts))
+
+
+def _resolves_here(name: str) -> bool:
+    """Return whether a name has an address of this host; False for an unknown name."""
+    try:
+        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_is_here(family, address) for family, _, _, _, address in found)
+
+
+def _is_here(family: int, address: tuple[object, ...]) -> bool:
+    """Return whether an address is this host's: the kernel then sends to it from the address itself.
+
+    Connecting a socket for datagrams sends nothing.
+    """
+    if is_loopback(str(address[0])):
+        return True
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return bool(probe.getsockname()[0] == address[0])
+    except OSError:
+        return False
 
 
 def describe(selection: HostSelection) -> str:

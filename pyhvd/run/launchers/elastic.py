@@ -11,27 +11,23 @@ from dataclasses import dataclass, replace
 
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.commits.store import CommitStore, StoreError, open_folder
-from pyhvd.job.driver.agent_command import AgentCommand
-from pyhvd.job.driver.agent_source import Checked, HostSlots
-from pyhvd.job.driver.console import log_warning
+from pyhvd.job.driver.agent_source import AgentCommand, Checked, HostSlots
+from pyhvd.job.driver.console import StatusLine, log_warning
 from pyhvd.job.driver.discovery import CallDiscovery, Discovery, ScriptDiscovery
 from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob
 from pyhvd.job.driver.output import Output
-from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.machines.member_host import FoundHost
 from pyhvd.job.machines.membership import Membership
 from pyhvd.job.machines.roster import ElasticLimits, Place
 from pyhvd.job.messages import StoreOrder
-from pyhvd.job.mpi.rank_env import MPICH
+from pyhvd.job.mpi.rank_env import MPICH, of_stores
 from pyhvd.job.mpi.rendezvous import PmiRendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.spec import ElasticSpec, JobSpec
 from pyhvd.run.hosts.agent_template import explain, ssh_command
-from pyhvd.run.hosts.environment import of_stores
 from pyhvd.run.hosts.hosts import Host, HostRanks, JobHosts
-from pyhvd.run.hosts.own_host import find_own, is_own
-from pyhvd.run.hosts.selection import HostSelection
+from pyhvd.run.hosts.selection import HostSelection, find_own, is_own
 from pyhvd.run.launchers.many_hosts import (
     RankFiles,
     check_hosts,

@@ -23,6 +23,7 @@ from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.driver.console import Console
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
+from pyhvd.job.mpi.rank_env import to_send
 from pyhvd.job.network.network_plans import ANY, parse_wishes
 from pyhvd.job.rank.call import (
     as_function_errors,
@@ -38,10 +39,8 @@ from pyhvd.job.spec import START_TIMEOUT, argument_of
 from pyhvd.run.hosts.agent_template import check_agent
 from pyhvd.run.hosts.clusters.detection import find_rank
 from pyhvd.run.hosts.clusters.results import Surroundings
-from pyhvd.run.hosts.environment import to_send
 from pyhvd.run.hosts.hosts import HostRanks, HostsError, is_loopback
-from pyhvd.run.hosts.own_host import find_own
-from pyhvd.run.hosts.selection import HostSelection, read_file, select
+from pyhvd.run.hosts.selection import HostSelection, find_own, read_file, select
 from pyhvd.run.launchers.elastic import begin, elastic_spec
 from pyhvd.run.launchers.launch_elastic import Elastic, read_elastic
 from pyhvd.run.launchers.many_hosts import RankFiles, ending, make_driver, spec_of

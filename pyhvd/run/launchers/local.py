@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from pyhvd.common.text import list_numbers
-from pyhvd.job.driver.status_line import say
+from pyhvd.job.driver.console import say
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory

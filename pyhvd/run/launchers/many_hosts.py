@@ -20,15 +20,14 @@ from pyhvd.errors import ConfigError
 from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
-from pyhvd.job.driver.console import Console, Terminal, noting_signals, wake_by
+from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signals, say, wake_by
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output, is_terminal
-from pyhvd.job.driver.status_line import StatusLine, say
 from pyhvd.job.errors import Interrupted, LaunchError, RankError
 from pyhvd.job.mpi.flavour import INSTALL, Flavour, find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous
-from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
+from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, to_send
 from pyhvd.job.mpi.rendezvous import PmiRendezvous, Rendezvous
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.network.network_plans import ANY, parse_wishes
@@ -36,7 +35,6 @@ from pyhvd.job.process.output import OutputFile, rank_files
 from pyhvd.job.spec import NETWORK_INTERFACES, OUTPUT_FILENAME, JobSpec, NameOf, flag_of
 from pyhvd.run.entry.missing_script import describe_missing
 from pyhvd.run.hosts.agent_template import agent_command, explain
-from pyhvd.run.hosts.environment import to_send
 from pyhvd.run.hosts.hosts import HostRanks, JobHosts
 from pyhvd.run.options import Options
 
@@ -106,7 +104,7 @@ def make_program(options: Options, preload: Sequence[str] = ()) -> Program:
     given = dict(os.environb) if options.send_environment else {}
     sent = to_send(given, options.settings)
     return Program(
-        "pyhvd.run.entry.program_rank", options.program, options.rank_directory, sent, list(preload)
+        "pyhvd.run.entry.user_script", options.program, options.rank_directory, sent, list(preload)
     )
 
 

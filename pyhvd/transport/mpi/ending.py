@@ -16,8 +16,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import suppress
 from typing import Any, NoReturn
+
+from pyhvd.common.standard_files import flush_standard_files
 
 _taken = False
 _late = False  # mpi4py keeps its handler
@@ -106,8 +107,6 @@ def _leave() -> None:
     """End a forked child: call the other exit handlers, but not mpi4py's, which is not one of Python."""
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
+    flush_standard_files()
     failed = getattr(sys, "last_value", None) is not None or not isinstance(_status, int | None)
     os._exit(1 if failed else int(_status or 0) & 0xFF)  # type: ignore[call-overload]

@@ -7,7 +7,8 @@ unnamed calls must pair again after errors.
 import os
 from unittest import mock
 
-from pyhvd.run.horovod_name import AS_HOROVOD, offer_horovod
+from pyhvd.job.mpi.rank_env import AS_HOROVOD
+from pyhvd.job.rank.imports import offer_horovod
 
 with mock.patch.dict(os.environ, {AS_HOROVOD: "1"}):
     offer_horovod()

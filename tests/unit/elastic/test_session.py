@@ -11,7 +11,7 @@ import pytest
 
 from pyhvd.elastic.session import RankSession
 from pyhvd.job.commits.vault import DESCRIPTORS, Vault
-from pyhvd.job.rank.generation_env import RankGeneration
+from pyhvd.job.mpi.rank_env import RankGeneration
 
 SHOWN = "from pyhvd.elastic import enabled, generation, max_size; print(enabled(), generation(), max_size())"
 

@@ -12,10 +12,9 @@ from pyhvd.job.errors import LaunchError
 from pyhvd.job.messages import Facts, Hello
 from pyhvd.job.mpi.flavour import Flavour
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous
-from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER
+from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER, to_send
 from pyhvd.job.mpi.rendezvous import PmiRendezvous, Rendezvous
 from pyhvd.run.cli import parse
-from pyhvd.run.hosts.environment import to_send
 from pyhvd.run.launchers.many_hosts import choose_rendezvous
 
 

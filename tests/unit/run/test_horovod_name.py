@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from pyhvd.job.mpi.rank_env import AS_HOROVOD
+from pyhvd.job.rank.imports import offer_horovod
 from pyhvd.run.cli import _REPLACE, without_python
-from pyhvd.run.horovod_name import AS_HOROVOD, explain_two_owners, find_horovod, offer_horovod
+from pyhvd.run.horovod_name import explain_two_owners, find_horovod
 
 ROOT = Path(__file__).resolve().parents[3]
 

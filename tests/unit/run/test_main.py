@@ -15,8 +15,8 @@ from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.run import __main__ as command
 from pyhvd.run.cli import parse
 from pyhvd.run.entry import rank_entry
-from pyhvd.run.hosts import own_host
-from pyhvd.run.hosts.clusters.marks import has_marks
+from pyhvd.run.hosts import selection
+from pyhvd.run.hosts.clusters.detection import has_marks
 from pyhvd.run.hosts.hosts import JobHosts
 from pyhvd.run.launchers import local, many_hosts
 from pyhvd.run.options import Options
@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     for name in list(os.environ):
         if has_marks([name]) or name.startswith(("PMI", "OMPI_", "KUBERNETES_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(own_host, "_resolves_here", lambda _name: False)
+    monkeypatch.setattr(selection, "_resolves_here", lambda _name: False)
     monkeypatch.setattr(local, "launch", start(7))
     monkeypatch.setattr(rank_entry, "run_rank", start(8))
     monkeypatch.setattr(many_hosts, "run", start(9))
@@ -189,7 +189,7 @@ def test_ctrl_c_before_the_job_starts(
     def interrupt(_name: str) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(own_host, "_resolves_here", interrupt)
+    monkeypatch.setattr(selection, "_resolves_here", interrupt)
     assert run(monkeypatch, "-H", "h1,h2", "x.py") == 130
     assert capsys.readouterr().err == "pyhvd: ended by SIGINT\n"
 

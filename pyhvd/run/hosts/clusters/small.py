@@ -1,7 +1,7 @@
 """Detectors for all systems but Slurm. Pure.
 
 Open MPI's mpiexec, Hydra (the mpiexec of MPICH and Intel MPI), PALS, Flux, LSF with jsrun, PBS and Torque,
-Grid Engine (SGE), SageMaker, Kubernetes with and without the MPI operator, and torchrun.
+Grid Engine (SGE), SageMaker, and Kubernetes with and without the MPI operator.
 """
 
 from __future__ import annotations
@@ -257,26 +257,4 @@ def find_kubernetes_allocation(around: Surroundings) -> Allocation | None:
         Allocation("a pod of Kubernetes", (), KUBERNETES_AGENT)
         if around.environ.get("KUBERNETES_SERVICE_HOST")
         else None
-    )
-
-
-def explain_pod_of_job(environ: Environ) -> str | None:
-    """Return an error's text for a pod of an indexed Job, whose index is no rank."""
-    index = environ.get("JOB_COMPLETION_INDEX")
-    if index is None:
-        return None
-    return (
-        f"this is pod {index} of an indexed Job of Kubernetes, which is no rank: use an MPIJob, give the pods"
-        " with -H, or start ranks in this pod alone with -n N"
-    )
-
-
-def explain_torchrun(environ: Environ) -> str | None:
-    """Return an error's text for a process that torchrun started."""
-    if "TORCHELASTIC_RUN_ID" not in environ or "RANK" not in environ:
-        return None
-    size = environ.get("WORLD_SIZE", "N")
-    return (
-        f"torchrun has started this process (RANK={environ['RANK']}), and MPI does not know it:"
-        f" start the script with pyhvdrun alone, e.g. pyhvdrun -n {size} train.py"
     )

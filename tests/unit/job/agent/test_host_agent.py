@@ -18,7 +18,7 @@ from pyhvd.job.agent.agent import AgentStoppedError
 from pyhvd.job.agent.elastic_host import ElasticHost
 from pyhvd.job.agent.host_agent import read_key, serve
 from pyhvd.job.driver import kept_agents
-from pyhvd.job.driver.agent_command import AgentCommand
+from pyhvd.job.driver.agent_source import AgentCommand
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.messages import (
     Again,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="agents need Linux")
 
 ROOT = Path(__file__).resolve().parents[4]
+PROBE = "tests.unit.job.agent.forked_probe"
 
 
 def test_installed_modules_at_the_top_are_found(tmp_path: Path) -> None:
@@ -77,29 +79,32 @@ def zygote(tmp_path: Path) -> Iterator[Zygote]:
 
 def test_a_fork_is_as_a_command(zygote: Zygote, tmp_path: Path) -> None:
     wait_until(lambda: zygote.fit)
-    pipes = [os.pipe() for _ in range(4)]
-    (stdin, feed), (out, stdout), (err, stderr), (found, number) = pipes
+    (stdin, feed), (out, stdout), (err, stderr) = (os.pipe() for _ in range(3))
+    (life, own_life), (found, control) = socket.socketpair(), socket.socketpair()
+    given = own_life.fileno(), control.fileno()
     os.write(feed, b"given")
     os.close(feed)
     process = zygote.popen(
-        [sys.executable, "-P", "-m", "tests.unit.job.agent.forked_probe", str(number), "x", "y z"],
+        [sys.executable, "-P", "-m", "pyhvd.job.process.guardian", *map(str, given), PROBE],
         env={"ONLY": "this"},
         cwd=str(tmp_path),
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
-        pass_fds=(number,),
+        pass_fds=given,
         start_new_session=True,
     )
-    for each in (stdin, stdout, stderr, number):
+    for each in (stdin, stdout, stderr):
         os.close(each)
+    own_life.close()
+    control.close()
     process.wait(10)
+    assert life.recv(99).endswith(b"\n3\n")
     assert (os.read(out, 99), os.read(err, 99)) == (b"to stdout\n", b"to stderr\n")
-    assert json.loads(os.read(found, 9999)) == {
-        "arguments": ["x", "y z"],
+    assert json.loads(found.recv(9999)) == {
         "directory": str(tmp_path),
         "variables": {"ONLY": "this"},
-        "leads": True,
+        "in_own_session": True,
         "imported": True,
         "stdin": "given",
     }

@@ -26,7 +26,7 @@ AT_ONCE_S = 5.0
 
 def test_hosts_are_read_with_their_slots() -> None:
     text = "# all hosts\n\nh1:2\n  h2 # a comment\n[fe80::1]:3\n[::1]\n10.0.0.7:04\r\nh1:5\n"
-    hosts, problems = parse_hosts(text, 8)
+    hosts, problems = parse_hosts(text.splitlines(), 8)
     assert problems == ()
     assert hosts == (
         FoundHost("h1", 5),
@@ -56,13 +56,13 @@ def test_hosts_are_read_with_their_slots() -> None:
     ],
 )
 def test_a_bad_line_is_named(line: str) -> None:
-    hosts, problems = parse_hosts(f"h7\n{line}\nh8")
+    hosts, problems = parse_hosts(f"h7\n{line}\nh8".splitlines())
     assert [host.name for host in hosts] == ["h7", "h8"]
     assert problems == (f"line 2, {line!r}: expected h, h:2 or [fe80::1]:2",)
 
 
 def test_a_long_bad_line_is_cut() -> None:
-    ((problem,),) = parse_hosts("x " * 500)[1:]
+    ((problem,),) = parse_hosts(["x " * 500])[1:]
     assert len(problem) < 140
 
 
@@ -126,7 +126,7 @@ def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_missing(tmp_path: Path) -> None:
-    discovery = ScriptDiscovery([str(tmp_path / "none")], interval=PATIENCE_S)
+    discovery = ScriptDiscovery([str(tmp_path / "none")], 1, PATIENCE_S)
     result = first(discovery)
     discovery.close()
     assert isinstance(result, DiscoveryFailed)

@@ -6,7 +6,7 @@ import pytest
 
 from pyhvd.job.driver.held_commits import HeldCommits, StateLostError
 from pyhvd.job.messages import Beat, Hello, Restored, StoreOrder
-from pyhvd.job.rank.generation_env import read_generation
+from pyhvd.job.mpi.rank_env import read_generation
 from pyhvd.job.spec import ElasticSpec
 
 STORE = ElasticSpec(store=StoreOrder("file:///store", "job", b"key", 1, []))

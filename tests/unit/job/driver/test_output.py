@@ -16,9 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, strategies as st
 
-from pyhvd.job.driver.output import _AT_ONCE, Output, pieces
+from pyhvd.job.driver.output import Output
 
 PATIENCE_S = 30.0
 
@@ -267,13 +266,3 @@ def test_bytes_that_are_no_utf_8_pass_unchanged() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env, check=True)
     assert ended.stdout == b"[0]<stdout>:\xff\xfc\n"
-
-
-@given(st.lists(st.integers(0, 3 * _AT_ONCE), max_size=12), st.booleans())
-def test_pieces_are_whole_lines_and_not_much_longer_than_they_must_be(lengths: list[int], end: bool) -> None:
-    text = b"\n".join(b"x" * length for length in lengths) + b"\n" * end
-    cut = list(pieces(text))
-    assert b"".join(cut) == text
-    assert all(piece.endswith(b"\n") for piece in cut[:-1])
-    for piece in cut:
-        assert len(piece) <= _AT_ONCE + max(map(len, piece.splitlines())) + 1

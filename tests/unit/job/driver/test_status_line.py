@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pyhvd.job.driver.console import StatusLine
 from pyhvd.job.driver.output import is_terminal
-from pyhvd.job.driver.status_line import StatusLine
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.machine import HostTexts, JobMachine

@@ -166,7 +166,7 @@ class Schedule(RuleBasedStateMachine):
         host = data.draw(st.sampled_from(sorted(self.starting)))
         self.starting.remove(host)
         member = member_of(host, self.slots[host])
-        self.machine.pool.set_clock(host, self.ahead[host])
+        self.machine.pool.ahead[host] = self.ahead[host]
         assert self.machine.register(member) == ""
         self.members[host] = member
         self.tick()

@@ -21,9 +21,14 @@ from pyhvd.job.machines.agent_pool import AgentPool
 from pyhvd.job.machines.failure import FailureAnalysis
 from pyhvd.job.messages import Member, Start, encode
 from pyhvd.job.mpi.rendezvous import RankPlacement, assign
-from pyhvd.job.network.interfaces import interface_addresses
 from pyhvd.job.process.exit_report import ENDED, EXCEPTION, LOST, SECONDARY, SIGNAL, ExitReport
-from pyhvd.job.rank.call import interface_names, load_result, rank_variables, read_duration
+from pyhvd.job.rank.call import (
+    interface_addresses,
+    interface_names,
+    load_result,
+    rank_variables,
+    read_duration,
+)
 from pyhvd.job.spec import SPARK_START_TIMEOUT
 from pyhvd.spark import elastic, java
 from pyhvd.spark.api import _mpiexec_arguments, _use_barrier, driver_hosts

@@ -14,13 +14,13 @@ from pyhvd.job.mpi.rank_env import (
     OPENMPI,
     OTHER,
     RankEnv,
+    RankGeneration,
     child_environment,
     claim_rank,
     find_rank_process,
     set_defaults,
     set_horovods,
 )
-from pyhvd.job.rank.generation_env import RankGeneration
 
 _ELASTIC = RankGeneration(3).variables()
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from pyhvd.job.agent.host_facts import describe_network
 from pyhvd.job.messages import HostNetwork, Interface
-from pyhvd.job.network.interfaces import describe_network
 from pyhvd.job.network.network_plans import (
     NetworkPlan,
     Wish,

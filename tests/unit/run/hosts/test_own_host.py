@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pyhvd.run.hosts import own_host
+from pyhvd.run.hosts import selection
 from pyhvd.run.hosts.hosts import Host
 
 KNOWN = {
@@ -27,7 +27,7 @@ def _names(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(socket, "gethostname", lambda: "N1.Cluster")
-    monkeypatch.setattr(own_host, "_login", lambda: "me")
+    monkeypatch.setattr(selection, "_login", lambda: "me")
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,15 @@ def _names(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_own(name: str, user: str, own: bool) -> None:
     host = Host(name, 1, user)
-    assert own_host.find_own([host]) == ({host} if own else set())
+    assert selection.find_own([host]) == ({host} if own else set())
 
 
 def test_many_names_are_looked_up_together() -> None:
     hosts = [Host(f"h{k}", 1) for k in range(100)]
-    assert own_host.find_own([*hosts, Host("n1", 1)]) == {Host("n1", 1)}
+    assert selection.find_own([*hosts, Host("n1", 1)]) == {Host("n1", 1)}
 
 
 def test_an_address_of_an_interface() -> None:
     """The kernel tells which addresses are this host's; the loopback interface has one too."""
-    assert own_host._is_here(socket.AF_INET, ("127.0.0.1", 9))
-    assert not own_host._is_here(socket.AF_INET, ("192.0.2.7", 9))
+    assert selection._is_here(socket.AF_INET, ("127.0.0.1", 9))
+    assert not selection._is_here(socket.AF_INET, ("192.0.2.7", 9))

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pyhvd.job.agent.host_facts import describe_network
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library
 from pyhvd.job.mpi.rank_env import OPENMPI
-from pyhvd.job.network.interfaces import describe_network
 from tests.many_hosts import LOCAL, Launcher, end_of, local_agent
 from tests.waiting import state_of, wait_gone, wait_until
 

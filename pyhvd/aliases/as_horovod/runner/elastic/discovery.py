@@ -46,7 +46,7 @@ class HostDiscoveryScript(HostDiscovery):
         )
         if run.returncode:
             raise RuntimeError(f"{self._command} ended with code {run.returncode}: {run.stderr.strip()}")
-        hosts, problems = parse_hosts(run.stdout, self._slots or 1)
+        hosts, problems = parse_hosts(run.stdout.splitlines(), self._slots or 1)
         if problems:
             raise RuntimeError(f"{self._command} printed a bad line: {problems[0]}")
         return {host.name: host.slots for host in hosts}

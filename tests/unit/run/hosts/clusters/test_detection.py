@@ -17,11 +17,15 @@ from hypothesis import given, strategies as st
 from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.job.spec import argument_of
 from pyhvd.run.hosts.agent_template import SSH
-from pyhvd.run.hosts.clusters.detection import find_allocation, find_rank
-from pyhvd.run.hosts.clusters.marks import has_marks
+from pyhvd.run.hosts.clusters.detection import (
+    explain_pod_of_job,
+    explain_torchrun,
+    find_allocation,
+    find_rank,
+    has_marks,
+)
 from pyhvd.run.hosts.clusters.results import Surroundings
 from pyhvd.run.hosts.clusters.slurm import expand_counts, expand_hostlist
-from pyhvd.run.hosts.clusters.small import explain_pod_of_job, explain_torchrun
 from pyhvd.run.hosts.hosts import HostsError
 
 HERE = Path(__file__).parent
