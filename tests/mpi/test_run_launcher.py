@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -38,7 +39,9 @@ from tests.mpi.run_support import (
     pyhvdrun,
     run,
     script,
+    started,
 )
+from tests.waiting import wait_until
 
 SPEAK = "import sys; print('to out'); print('to err', file=sys.stderr); sys.stdout.write('no newline')"
 
@@ -432,6 +435,24 @@ def test_start_timeout(tmp_path: Path) -> None:
     # Rank 0 may be late.
     assert re.match(r"pyhvd: only [01] of 2 ranks started in 2 s \(missing: (0, )?1\)", ended.last)
     assert time.monotonic() - begun < 8
+
+
+def test_a_launcher_that_stands_still_at_the_start_blames_no_rank(tmp_path: Path) -> None:
+    """It is stopped from the start of the ranks' interpreters until after the start timeout."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
+        "if rank: open(__file__ + '.' + rank, 'w').close(); time.sleep(0.5)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    command = launcher_command("-n", 2, "--start-timeout", 2, "-c", "print('done')")
+    with started(command, {"PYTHONPATH": path}) as job:
+        wait_until(lambda: len(list(tmp_path.glob("sitecustomize.py.*"))) == 2)
+        os.kill(job.pid, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(job.pid, signal.SIGCONT)
+        out, err = job.communicate(timeout=30)
+    assert (job.returncode, out.count("done")) == (0, 2), err
 
 
 def test_foreign_mpiexec_is_named(tmp_path: Path) -> None:

@@ -226,9 +226,15 @@ class Agent:
                 continue
             for rank, owned in self._ranks.items():
                 self._follow(rank, owned)
-            if self.host is None and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
+            if self.host is None and self._has_no_answer(time.monotonic()):
                 raise AgentStoppedError(f"rank {self._failed} failed")
         return {rank: owned.process.result or b"" for rank, owned in self._ranks.items()}
+
+    def _has_no_answer(self, now: float) -> bool:
+        """Return whether the driver speaks, but has not ended the job after a failure."""
+        if self._failed is not None and now > self.driver.heard + 2 * BEAT_S:
+            self._failed_at = now  # it stands still; what it shall hear waits for it
+        return now > self._failed_at + _DRIVER_ANSWER_S
 
     def close(self) -> None:
         """Close everything but the connection, even if one part raises."""

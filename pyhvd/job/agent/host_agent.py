@@ -25,7 +25,7 @@ from collections.abc import Callable
 import msgspec
 
 from pyhvd.common.kernel import host_hash
-from pyhvd.job.agent.agent import LAST_MESSAGES_S, Agent, AgentStoppedError, Dismissed, DriverSilence
+from pyhvd.job.agent.agent import Agent, AgentStoppedError, Dismissed, DriverSilence
 from pyhvd.job.agent.elastic_host import ElasticHost
 from pyhvd.job.agent.function_process import FunctionProcess
 from pyhvd.job.agent.host_facts import gather
@@ -168,7 +168,7 @@ def serve_on(driver: Connection, task: int = -1) -> str:
             if _run(driver, wanted, idle.host, idle.silence):
                 idle.greet()
             if not wanted.again:
-                driver.finish(LAST_MESSAGES_S)
+                driver.finish(idle.silence.patience)  # it may stand still, and there may be much output
     return idle.stopped
 
 

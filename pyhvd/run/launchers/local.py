@@ -45,6 +45,8 @@ from pyhvd.run.options import Options
 
 # A failed rank ends the job itself; if the job still runs after this long, the launcher ends it.
 _FAILED_S = 1.5
+# A wait that ends this much later than it should was longer because this process was stopped.
+_STOOD_STILL_S = 1.0
 # After SIGTERM, mpiexec has this long to end.
 _MPIEXEC_S = 1.0
 
@@ -185,8 +187,15 @@ class _LocalJob:
             soonest = min(self._end_at, self._say_waiting_at)
         else:
             soonest = min(self._start_by, self._entrance.late_at)
-        timeout = None if soonest == math.inf else max(0.0, soonest - time.monotonic()) + 0.001
-        for key, _ in self._selector.select(timeout):
+        begin = time.monotonic()
+        timeout = math.inf if soonest == math.inf else max(0.0, soonest - begin) + 0.001
+        events = self._selector.select(None if timeout == math.inf else timeout)
+        if (late := time.monotonic() - begin - timeout) > _STOOD_STILL_S:
+            # This process was stopped. What the ranks have told meanwhile waits, and is read first.
+            self._start_by += late + _STOOD_STILL_S
+            self._entrance.late_at += late + _STOOD_STILL_S
+            events = self._selector.select(0)
+        for key, _ in events:
             with contextlib.suppress(BlockingIOError):
                 key.data()
 

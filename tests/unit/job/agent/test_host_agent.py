@@ -136,6 +136,29 @@ def test_it_keeps_the_state_while_the_driver_stands_still_after_a_failure(
         assert made.error is None
 
 
+def test_after_a_failure_it_waits_for_a_driver_that_stands_still(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("pyhvd.job.agent.agent._DRIVER_ANSWER_S", 0.5)
+    monkeypatch.setattr("pyhvd.job.agent.agent.BEAT_S", 0.1)
+    monkeypatch.setattr("pyhvd.job.agent.host_agent.ProgramProcess", fails)
+    with driver() as made:
+        made.send(Prepare(0, 1, str(tmp_path), ""))
+        made.wait_for(Member)
+        made.send(Start(0, 1, 0, 1, {}))
+        made.wait_for(Failed)
+        time.sleep(1.5)
+        assert made.error is None
+        for _ in range(30):  # now it speaks, but does not end the job
+            made.send(Beat())
+            time.sleep(0.05)
+        made.join()
+        assert str(made.error) == "rank 0 failed"
+
+
 def test_it_ends_with_the_channel() -> None:
     with driver() as made:
         made.connection.close()
