@@ -365,11 +365,6 @@ class Config:
 
         return re.sub(r"\bPYHVD_(\w+)", named, text)
 
-    @property
-    def metrics_timed(self) -> bool:
-        """Whether to measure times."""
-        return self.metrics_port is not None
-
     @classmethod
     def knobs(cls) -> tuple[dataclasses.Field[Any], ...]:
         """Return the fields that are knobs, in the order of the table."""

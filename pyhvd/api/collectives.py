@@ -18,6 +18,7 @@ call raises :class:`~pyhvd.errors.RankFailedError` on the other ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pyhvd.api.call import Call, OwnName, Reduction, adopt, check_rows, check_splits, refusing
@@ -206,7 +207,8 @@ def grouped_allreduce_(
     return start(form, tensors, average, name, op, prescale_factor, postscale_factor, process_set).result()
 
 
-def submit_allreduce(
+def _reduce(
+    kind: RequestType,
     form: int,
     tensors: Any,
     average: bool | None,
@@ -216,29 +218,11 @@ def submit_allreduce(
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> Handle:
-    """Submit an allreduce that the fast path does not take; :func:`start` calls this."""
-    terms = (op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.ALLREDUCE, form, tensors, name, process_set, terms, average=average)
-
-
-set_lookup(current_holder, process_holder, ProcessSet, global_process_set, submit_allreduce)
-
-
-def _reduce(
-    kind: RequestType,
-    form: int,
-    tensors: Any,
-    name: str | None,
-    process_set: ProcessSet,
-    terms: tuple[ReduceOp | None, float, float],
-    *,
-    average: bool | None = None,
-) -> Handle:
-    """Submit a reducing call; ``terms`` are the op and the two factors as the user gave them."""
+    """Submit a reducing call, with the arguments as the user gave them."""
     in_place = bool(form & IN_PLACE)
     with Call(kind, name, process_set, grouped=bool(form & GROUPED)) as call:
         members = call.members(tensors)
-        reduction = Reduction.of(kind, *terms, average=average)
+        reduction = Reduction.of(kind, op, prescale_factor, postscale_factor, average=average)
         reduction.check_ranks(call.ranks)
         if reduction.op is ReduceOp.ADASUM:
             call.kind = RequestType.ADASUM
@@ -267,7 +251,14 @@ def _is_in_arena(call: Call, tensor: View) -> bool:
     return tensor.home is None and arena.holds(tensor.ptr)
 
 
+submit_allreduce = partial(_reduce, RequestType.ALLREDUCE)
+"""Submit an allreduce that the fast path does not take; :func:`start` calls this."""
+
+set_lookup(current_holder, process_holder, ProcessSet, global_process_set, submit_allreduce)
+
 # -- reducescatter -------------------------------------------------------------------------------------
+
+_reducescatter = partial(_reduce, RequestType.REDUCESCATTER)
 
 
 def reducescatter_async(
@@ -279,8 +270,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter; see :func:`reducescatter`."""
-    terms = (op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.REDUCESCATTER, 0, tensor, name, process_set, terms)
+    return _reducescatter(0, tensor, None, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def reducescatter(
@@ -313,8 +303,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter of several tensors as one unit; see :func:`grouped_reducescatter`."""
-    terms = (op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.REDUCESCATTER, GROUPED, tensors, name, process_set, terms)
+    return _reducescatter(GROUPED, tensors, None, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_reducescatter(

@@ -51,8 +51,9 @@ class QueuedHandle(Handle):
 
     __slots__ = (
         *("_callbacks", "_done", "_error", "_flush", "_latch", "_left", "_lock", "_meter"),
-        *("_name", "_result", "_results", "_seen"),
+        *("_result", "_results", "_seen", "name"),
     )
+    name: str
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class QueuedHandle(Handle):
         result: Callable[[list[Any]], Any],
         meter: Meter,
     ) -> None:
-        self._name = name
+        self.name = name
         self._meter = meter
         self._left = parts
         self._flush = flush
@@ -79,10 +80,6 @@ class QueuedHandle(Handle):
             self._finish()
 
     # -- for the caller ------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def done(self) -> bool:
         return self._done
@@ -109,7 +106,7 @@ class QueuedHandle(Handle):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.wait(timeout):
-            raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
+            raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")
         self._seen = True
         return None if self._error is None else copy_error(self._error)
 
@@ -125,11 +122,11 @@ class QueuedHandle(Handle):
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error is not None else "done"
-        return f"<pyhvd.Handle {self._name!r} {state}>"
+        return f"<pyhvd.Handle {self.name!r} {state}>"
 
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None and not self._seen:
-            _log.warning("the error of %r was never read; call result(): %s", self._name, self._error)
+            _log.warning("the error of %r was never read; call result(): %s", self.name, self._error)
 
     # -- for the runtime -----------------------------------------------------------------------------
 
@@ -156,7 +153,7 @@ class QueuedHandle(Handle):
             try:
                 callback(self)
             except BaseException:
-                _log.exception("a callback of %r raised", self._name)
+                _log.exception("a callback of %r raised", self.name)
 
 
 def poll(handle: Handle) -> bool:

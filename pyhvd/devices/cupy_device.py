@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import resources
 from typing import Any
 
 import cupy
@@ -13,8 +14,8 @@ from cupy.cuda import runtime
 
 from pyhvd.arrays import Bytes
 from pyhvd.devices.base import Event, Memory, Packer, Stream
-from pyhvd.devices.cupy_kernels import compile_kernels
-from pyhvd.devices.packing import KernelPacker
+from pyhvd.devices.pack_plan import THREADS
+from pyhvd.devices.packing import Argument, KernelPacker, Launch
 from pyhvd.devices.streams import stream_of
 
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation; for device memory CuPy itself raises MemoryError
@@ -129,6 +130,22 @@ def _on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:
         cupy.cuda.ExternalStream(stream, index) if stream else cupy.cuda.Stream.null
     )
     return chosen
+
+
+def compile_kernels(name: str) -> Launch:
+    """Return the kernels for a type; a :data:`pyhvd.devices.packing.Compile`.
+
+    NVRTC needs about 0.5 s for a type. CuPy caches the result for all processes.
+    """
+    source = resources.files("pyhvd.devices").joinpath("pack_kernels.cu").read_text(encoding="utf-8")
+    module = cupy.RawModule(code=source, options=("--std=c++14", f"-DPYHVD_TYPE={name}"))
+
+    def launch(kernel: str, blocks: int, arguments: tuple[Argument, ...], stream: Stream) -> None:
+        queue = cupy.cuda.ExternalStream(stream) if stream else cupy.cuda.Stream.null
+        with queue:
+            module.get_function(kernel)((blocks,), (THREADS,), arguments)
+
+    return launch
 
 
 _devices: dict[int, CupyDevice] = {}

@@ -54,11 +54,6 @@ MARGIN = 0.03
 _Plan = Generator[tuple[str, Tuning], float, Tuning]
 
 
-def most_samples(warmup: int) -> int:
-    """Return an upper bound of the samples of a search."""
-    return warmup + REPEATS * MOST_PLACES + 2 * CONFIRMATIONS
-
-
 class Search:
     """One search, from the defaults to the kept place.
 
@@ -101,7 +96,7 @@ class Search:
         return self.state == "done"
 
     def feed(self, nbytes: float, seconds: float) -> None:
-        """Add a sample of ``current``, and choose the next knobs.
+        """Add a sample of ``current``, and choose the next knobs; not after the end.
 
         Parameters
         ----------
@@ -109,16 +104,7 @@ class Search:
             Bytes reduced or moved.
         seconds : float
             Duration of the sample; more than 0.
-
-        Raises
-        ------
-        ValueError
-            The search is done, or the time is not positive.
         """
-        if self.done:
-            raise ValueError("the search has ended: it takes no more samples")
-        if not seconds > 0 or nbytes < 0:
-            raise ValueError(f"{nbytes} bytes in {seconds} s is no sample")
         try:
             self.state, self.current = self._plan.send(nbytes / seconds)
         except StopIteration as end:

@@ -14,10 +14,10 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,7 +38,7 @@ from pyhvd.config import SHARED, Config, port_range
 from pyhvd.devices.base import Device
 from pyhvd.engine.autotune_search import LARGEST_CHUNK
 from pyhvd.engine.autotuner import SampleLog, make_tuner
-from pyhvd.engine.fast_path import FastPathAdapter, FastPathBell, open_fast_path
+from pyhvd.engine.fast_path import FastPathBell, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.job.mpi.rank_env import read_generation
@@ -72,8 +72,7 @@ class Counts(dict[str, int]):
     restarted = False
 
 
-@dataclass(frozen=True, slots=True)
-class StaticSet:
+class StaticSet(NamedTuple):
     """A process set given to ``init()``; each rank knows only its own communicator's ranks."""
 
     ranks: Ranks
@@ -85,7 +84,7 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True):
 
     version: str
     shared: tuple[Any, ...]
-    sets: list[tuple[Ranks, bool]]
+    sets: list[StaticSet]
     error: str = ""
     job: str = ""
     place: ProcessPlace = ProcessPlace("", 0)
@@ -162,7 +161,7 @@ class Context:
         hello = RankHello(
             __version__,
             tuple(getattr(config, knob) for knob in SHARED),
-            [(s.ranks, s.by_comm) for s in static_sets],
+            list(static_sets),
             error,
             _make_job_name("" if self._generation is None else self._generation.job),
             here(),
@@ -204,14 +203,10 @@ class Context:
             without = "the ranks are on several hosts"
         no_arena = self.fast_path is None or several
         self.arena = Unavailable(without) if no_arena else world.open_arena(world.fabric)
-        make_adapter = bell = None
+        bell = None
         if self.fast_path is not None:
             self.fast_path.record_in(recorder.trace)
-            arena = self.arena if isinstance(self.arena, Arena) else None
-            make_adapter, bell = (
-                partial(FastPathAdapter, self.fast_path, arena, backends[GLOBAL_SET].fabric),
-                FastPathBell(self.fast_path, rank, backends[GLOBAL_SET].fabric),
-            )
+            bell = FastPathBell(self.fast_path, rank, backends[GLOBAL_SET].fabric)
         recorder.fast_path, recorder.members = self.fast_path, self.process_sets
         recorder.hosts = between.names
         recorder.begin(backends[GLOBAL_SET].fabric)
@@ -234,14 +229,14 @@ class Context:
                 recorder=recorder,
                 make_meter=partial(self._make_meter, between),
                 fast_path=self.fast_path,
-                make_adapter=make_adapter,
+                arena=self.arena if isinstance(self.arena, Arena) else None,
                 surroundings=lambda: playing_rank(holder),
                 tuner=tuner,
             ),
         )
 
     def _make_meter(self, between: HostMeter, lateness: StragglerStats | None) -> Meter:
-        topology, timed = self.topology, self.config.metrics_timed
+        topology, timed = self.topology, self.config.metrics_port is not None
         number = None if self._generation is None else self._generation.number
         return Meter(topology.rank, topology.size, self.fast_path, lateness, between, number, timed=timed)
 

@@ -29,7 +29,7 @@ from pyhvd.devices.host_device import HostDevice
 from pyhvd.devices.pending import KeepAlive, PendingArray
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import BY_CODE, Code
-from pyhvd.engine.output_allocation import Entries, Shape, allocate
+from pyhvd.engine.output_allocation import Entries, Shape, allocate, as_splits, gathered
 from pyhvd.errors import InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
 from pyhvd.observe.hang_reporter import RankLocations
@@ -195,13 +195,10 @@ class DeviceExecutor:
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _allgather(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        shapes = [(sum(r.dims), *r.request.shape[1:]) for r in batch]
+        shapes, counts = gathered(batch)
         outputs = self._allocate(batch, entries, shapes)
         if outputs is None:
             return
-        item = BY_CODE[batch[0].request.dtype].itemsize
-        row_bytes = [math.prod(shape[1:]) * item for shape in shapes]
-        counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
         with self.hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [_span(output) for output in outputs], counts)
         self._deliver(backend.stream, entries, outputs, [response.dims for response in batch])
@@ -235,9 +232,7 @@ class DeviceExecutor:
         counts = [n * row for n in entry.splits], [n * row for n in received]
         with self.hooks.phase(f"{backend.name}_ALLTOALL"):
             backend.alltoall(source.span, counts[0], _span(outputs[0]), counts[1])
-        few = max(received) <= np.iinfo(np.int32).max
-        splits = np.array(received, np.int32 if few else np.int64)
-        self._deliver(backend.stream, entries, outputs, [splits])
+        self._deliver(backend.stream, entries, outputs, [as_splits(received)])
 
     # -- through host memory ------------------------------------------------------------------------------
 

@@ -118,13 +118,8 @@ def error_of_response(exc: BaseException, response: Response) -> HorovodInternal
 
 def _wrapped(exc: BaseException, where: str, ours: str) -> HorovodInternalError:
     """Return the text of an error of a transport library, or of pyhvd itself."""
-    library = _reporter_of(exc)
+    root = type(exc).__module__.partition(".")[0]
+    library = {"mpi4py": "MPI", "cupy": "CUDA", "cupy_backends": "CUDA"}.get(root)
     error = TransportError(f"{where}{library} reported: {exc}") if library else InternalError(ours)
     error.__cause__ = exc
     return error
-
-
-def _reporter_of(exc: BaseException) -> str:
-    """Return the transport library that raised an exception, or an empty text."""
-    root = type(exc).__module__.partition(".")[0]
-    return {"mpi4py": "MPI", "cupy": "CUDA", "cupy_backends": "CUDA"}.get(root, "")

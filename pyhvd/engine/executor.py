@@ -11,12 +11,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pyhvd.arrays import Bytes, TensorView
-from pyhvd.backends.base import Pieces
+from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend, rows_of
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
@@ -24,8 +25,8 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import BY_CODE
 from pyhvd.engine.device_executor import DeviceExecutor
 from pyhvd.engine.error_mapping import error_of_response, exception_of, note_of
-from pyhvd.engine.output_allocation import Entries, allocate
-from pyhvd.engine.result_checks import make_checker
+from pyhvd.engine.output_allocation import Entries, allocate, as_splits, gathered
+from pyhvd.engine.result_checks import Checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
 from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response, verb
 from pyhvd.observe.hooks import Instruments
@@ -36,8 +37,6 @@ from pyhvd.transport.fabric import Fabric
 if TYPE_CHECKING:
     from pyhvd.engine.fast_path import FastPathAdapter
     from pyhvd.observe.hang_reporter import RankLocations
-
-Views = Sequence[TensorView | None]
 
 
 @dataclass(eq=False)
@@ -77,12 +76,12 @@ class Executor:
     config: Config
 
     def __post_init__(self) -> None:
-        self._checker = make_checker(self.config)
+        self._checker = Checker(self.config.check)
         self._pieces: Pieces | None = None
         # For the watchdog: the entries of the running batch, and the number of ended batches.
         self.running: Entries = []
         self.ended = 0
-        checked = self._checker is not None
+        checked = self.config.check != "off"
         self._devices = DeviceExecutor(
             self.where, self.backends, self.sets, self.hooks, self._run_on_host, checked=checked
         )
@@ -195,9 +194,9 @@ class Executor:
     # -- reductions ----------------------------------------------------------------------------------
 
     def _allreduce(self, batch: list[Response], entries: Entries) -> None:
-        backend = self.backends[batch[0].process_set]
-        self._look_at_inputs(batch, entries)
-        self._reduce(backend, batch, _sources(entries), _targets(entries))
+        backend, sources = self.backends[batch[0].process_set], _sources(entries)
+        self._look_at_inputs(batch, sources)
+        self._reduce(backend, batch, sources, _targets(entries))
         self._deliver_targets(batch, entries)
 
     @staticmethod
@@ -206,28 +205,25 @@ class Executor:
         backend.allreduce(sources, targets, counts, batch[0].request.reduce_spec(backend.size))
 
     def _adasum(self, batch: list[Response], entries: Entries) -> None:
-        backend = self.backends[batch[0].process_set]
+        backend, sources = self.backends[batch[0].process_set], _sources(entries)
         counts = [math.prod(r.request.shape) for r in batch]
         spec = batch[0].request.reduce_spec(backend.size)
-        self._look_at_inputs(batch, entries)
+        self._look_at_inputs(batch, sources)
         with self.hooks.phase(f"{backend.name}_ADASUM"):
-            backend.adasum(_sources(entries), _targets(entries), counts, spec)
+            backend.adasum(sources, _targets(entries), counts, spec)
         self._deliver_targets(batch, entries)
 
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
-        backend = self.backends[batch[0].process_set]
+        backend, sources = self.backends[batch[0].process_set], _sources(entries)
         shapes = [r.request.shape for r in batch]
         spec = batch[0].request.reduce_spec(backend.size)
-        self._look_at_inputs(batch, entries)
+        self._look_at_inputs(batch, sources)
         with self.hooks.phase(f"{backend.name}_REDUCESCATTER"):
-            backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
+            backend.reducescatter(sources, _targets(entries), shapes, spec)
         whole: list[Bytes | None] | None = None
-        if self._checker is not None and self._checker.results:
+        if self._checker.results:
             firsts = [sum(rows_of(r.request.shape[0], backend.size)[: backend.rank]) for r in batch]
-
-            def reduce(outputs: Views) -> None:
-                self._reduce(backend, batch, _sources(entries), outputs)
-
+            reduce = partial(self._reduce, backend, batch, sources)
             whole = self._checker.whole(batch, _targets(entries), firsts, reduce)
         self._deliver_targets(batch, entries, whole)
 
@@ -235,13 +231,10 @@ class Executor:
 
     def _allgather(self, batch: list[Response], entries: Entries) -> None:
         backend = self.backends[batch[0].process_set]
-        shapes = [(sum(r.dims), *r.request.shape[1:]) for r in batch]
+        shapes, counts = gathered(batch)
         outputs = self._allocate(backend, batch, entries, shapes)
         if outputs is None:
             return
-        info = BY_CODE[batch[0].request.dtype]
-        row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
-        counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
         with self.hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [out.bytes for out in outputs], counts)
         errors = self._compare(batch, [out.bytes for out in outputs])
@@ -264,14 +257,13 @@ class Executor:
         counts = [n * row for n in entry.splits], [n * row for n in received]
         with self.hooks.phase(f"{backend.name}_ALLTOALL"):
             backend.alltoall(source.bytes, counts[0], outputs[0].bytes, counts[1])
-        if self._checker is not None and self._checker.results:
+        if self._checker.results:
             sent, arrived = _blocks(source.bytes, counts[0]), _blocks(outputs[0].bytes, counts[1])
             members = self.sets[response.process_set]
             if error := self._checker.compare_blocks(response, sent, arrived, backend, members):
                 entry.done(None, error)
                 return
-        few = max(received) <= np.iinfo(np.int32).max
-        entry.done((outputs[0].result, np.array(received, np.int32 if few else np.int64)), None)
+        entry.done((outputs[0].result, as_splits(received)), None)
 
     def _allocate(
         self, backend: HostBackend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]
@@ -306,16 +298,14 @@ class Executor:
 
     # -- checks, and handing results back ----------------------------------------------------------------
 
-    def _look_at_inputs(self, batch: list[Response], entries: Entries) -> None:
-        if self._checker is not None:
-            set_id = batch[0].process_set
-            fabric = self.backends[set_id].fabric
-            self._checker.look_at_inputs(batch, _sources(entries), fabric, self.sets[set_id])
+    def _look_at_inputs(self, batch: list[Response], sources: Views) -> None:
+        set_id = batch[0].process_set
+        self._checker.look_at_inputs(batch, sources, self.backends[set_id].fabric, self.sets[set_id])
 
     def _compare(
         self, batch: list[Response], results: Sequence[Bytes | None]
     ) -> Sequence[CorruptionError | None]:
-        if self._checker is None or not self._checker.results:
+        if not self._checker.results:
             return [None] * len(batch)
         set_id = batch[0].process_set
         return self._checker.compare(batch, results, self.backends[set_id].fabric, self.sets[set_id])
@@ -327,12 +317,11 @@ class Executor:
 
         The ranks compare ``results``, or their targets if it is None.
         """
-        errors: Sequence[CorruptionError | None] = [None] * len(batch)
         targets = _targets(entries)
-        if self._checker is not None:
-            self._checker.look_at_results(batch, targets, self.backends[batch[0].process_set].fabric)
-            own = [target.bytes if target is not None else None for target in targets]
-            errors = self._compare(batch, own if results is None else results)
+        self._checker.look_at_results(batch, targets, self.backends[batch[0].process_set].fabric)
+        if results is None and self._checker.results:
+            results = [target.bytes if target is not None else None for target in targets]
+        errors = self._compare(batch, results or ())
         for entry, target, error in zip(entries, targets, errors, strict=True):
             if entry is None or target is None:
                 continue

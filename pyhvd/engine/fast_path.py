@@ -35,7 +35,7 @@ from pyhvd.negotiation.messages import (
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
-from pyhvd.transport.fabric import Aborted, Fabric, Unavailable, allgather_bytes
+from pyhvd.transport.fabric import Aborted, Fabric, allgather_bytes
 from pyhvd.transport.hosts import HostsFabric
 from pyhvd.transport.shm import OpenWindow, Segment
 
@@ -73,11 +73,11 @@ def open_fast_path(
     local = fabric if on_hosts is None else fabric.subset(here, 1)
     agreement = None if on_hosts is None else on_hosts.make_agreement()
     opened = open_window(local, -(-ready_table_bytes(len(here), slots, agreement) // len(here)))
-    failed = [text for text in allgather_bytes(fabric, _cause_of(opened)) if text]
+    cause = b"" if isinstance(opened, Segment) else opened.cause.encode()
+    failed = [text for text in allgather_bytes(fabric, cause) if text]
     if failed or not isinstance(opened, Segment):
         if fabric.rank == 0:
-            cause = failed[0].decode()
-            _log.warning("no shared memory to agree in, so messages do it: %s", cause)
+            _log.warning("no shared memory to agree in, so messages do it: %s", failed[0].decode())
         return None
     fast_path = FastPath(
         opened.areas[0],
@@ -99,10 +99,6 @@ def open_fast_path(
         on_hosts.follow(on_hosts, fast_path)
         fast_path.start_beats()
     return fast_path
-
-
-def _cause_of(opened: Segment | Unavailable) -> bytes:
-    return b"" if isinstance(opened, Segment) else opened.cause.encode()
 
 
 def _is_join(request: Request) -> bool:
@@ -145,6 +141,8 @@ class FastPathAdapter:
 
     Attributes
     ----------
+    path : FastPath
+        The fast path.
     across : bool
         Whether the ranks are on several hosts.
     holds_back : bool
@@ -160,7 +158,7 @@ class FastPathAdapter:
         queue: TensorQueue,
         meter: Meter,
     ) -> None:
-        self._fast_path = fast_path
+        self.path = fast_path
         self._entered = False
         self._arena = arena
         self._fabric = fabric
@@ -180,30 +178,30 @@ class FastPathAdapter:
         """Let a process set's allreduces use the fast path, if its ranks can agree there."""
         ranks = self._worker.sets[set_id]
         if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
-            backend.fabric.follow(self._fabric, self._fast_path)
-        if isinstance(backend, ShmBackend) and self._fast_path.serves(set_id, ranks):
-            self._fast_path.open_ready_set(set_id, ranks)
+            backend.fabric.follow(self._fabric, self.path)
+        if isinstance(backend, ShmBackend) and self.path.serves(set_id, ranks):
+            self.path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts
-            self._fast_path.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
+            self.path.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return its tensors in flight."""
-        if not self._fast_path.has_set(set_id):
+        if not self.path.has_set(set_id):
             return []
-        left = [entry for call in self._fast_path.in_flight(set_id) for entry in self._entries(call)[1]]
-        self._fast_path.close_set(set_id)
+        left = [entry for call in self.path.in_flight(set_id) for entry in self._entries(call)[1]]
+        self.path.close_set(set_id)
         return left
 
     def close(self, *, stuck: bool = False) -> list[TensorEntry]:
         """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
-        self._fast_path.end(stuck or self._entered)
-        self._fast_path.leave_hosts()
-        return [entry for call in self._fast_path.in_flight() for entry in self._entries(call)[1]]
+        self.path.end(stuck or self._entered)
+        self.path.leave_hosts()
+        return [entry for call in self.path.in_flight() for entry in self._entries(call)[1]]
 
     def look(self) -> tuple[list[str], bool, int]:
         """Return the names in flight, whether a batch is running, and the position. From any thread."""
-        names = [call.name for call in self._fast_path.in_flight()]
-        return names, self._fast_path.is_running(), self._fast_path.position()
+        names = [call.name for call in self.path.in_flight()]
+        return names, self.path.is_running(), self.path.position()
 
     def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
         """Return the requests to send, after all calls that this rank has marked ready.
@@ -215,27 +213,19 @@ class FastPathAdapter:
            rank submits later to that set waits behind it. A join waits for all calls of all sets.
         """
         if fresh:
-            self._fast_path.mark_ready()
+            self.path.mark_ready()
         first, self._unsent = self._unsent, []
-        while (call := self._fast_path.refused()) is not None:
+        while (call := self.path.refused()) is not None:
             _, entries = self._entries(call)
             self._queue.adopt(entries)
             first += [(entry.process_set, entry.request) for entry in entries]
         fresh = self._hold_back(fresh) if self.across else fresh
         for set_id, request in fresh:
-            if request.error and self._fast_path.has_set(set_id):
+            if request.error and self.path.has_set(set_id):
                 for slot in self._worker.slots_of(set_id, request.name):
-                    if slot < self._fast_path.slots:
-                        self._fast_path.freeze(set_id, slot)
+                    if slot < self.path.slots:
+                        self.path.freeze(set_id, slot)
         return first + fresh
-
-    def forget(self, *, keep: bool = False) -> None:
-        """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
-        self._fast_path.forget(keep=keep)
-
-    def flush(self) -> None:
-        """Mark held calls as ready: a thread waits."""
-        self._fast_path.flush()
 
     def _hold_back(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
         """Return the requests that need not wait for marked calls, in order."""
@@ -259,14 +249,14 @@ class FastPathAdapter:
     def _open_calls(self, set_id: int, request: Request) -> list[CachedCall]:
         """Return the calls in flight that may yet go by message, and that a join or a refusal concerns."""
         if _is_join(request):
-            return [call for call in self._fast_path.in_flight() if call.is_open()]
-        if not request.error or not self._fast_path.has_set(set_id):
+            return [call for call in self.path.in_flight() if call.is_open()]
+        if not request.error or not self.path.has_set(set_id):
             return []
         names = (request.name, request.group) if request.group else (request.name,)
         slots = {slot for name in names for slot in self._worker.slots_of(set_id, name)}
         return [
             call
-            for call in self._fast_path.in_flight(set_id)
+            for call in self.path.in_flight(set_id)
             if call.is_open() and not slots.isdisjoint(call.slots())
         ]
 
@@ -275,37 +265,26 @@ class FastPathAdapter:
         slots, self._to_recall = self._to_recall, {}
         return slots
 
-    def announce(self, number: int, ranks: int) -> bool:
-        """Give a list for these ranks its place in the ready log; return False if the log is full.
-
-        Number 0 is no list: only recalls and delegations become known to other hosts.
-        """
-        return self._fast_path.announce(number, iter_bits(ranks))
-
     def enter(self, number: int) -> bool:
         """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
-        self._entered = self._fast_path.enter(number)
+        self._entered = self.path.enter(number)
         return self._entered
 
     def leave(self) -> None:
         """Release the progress lock, if :meth:`enter` took it."""
         if self._entered:
             self._entered = False
-            self._fast_path.leave()
+            self.path.leave()
 
     def waiting(self, patience: float) -> dict[int, bytes]:
         """Return, by process set, the slots that this rank marked so long (s) ago; rank 0 may not see it."""
         since = time.monotonic_ns() - int(patience * 1e9)
-        return _slots_of(call for call in self._fast_path.in_flight() if 0 < call.marked_ns() <= since)
-
-    def tune(self, threshold: int, cycle: float) -> None:
-        """Use another fusion threshold (bytes) and cycle time (s)."""
-        self._fast_path.tune(threshold, cycle)
+        return _slots_of(call for call in self.path.in_flight() if 0 < call.marked_ns() <= since)
 
     def prepare(self, message: ResponseList) -> None:
         """Take back the calls that a response list answers: the coordinator recalled their slots."""
         for set_id, data in message.cached.items():
-            if self._fast_path.has_set(set_id):
+            if self.path.has_set(set_id):
                 names = (
                     self._worker.request_of(set_id, slot).name for slot in iter_bits(bytes_to_bits(data))
                 )
@@ -317,9 +296,9 @@ class FastPathAdapter:
     def follow(self, todo: Iterable[Response]) -> None:
         """Take back the calls whose cache slots a response list reassigns."""
         for response in todo:
-            if response.slot >= 0 and self._fast_path.has_set(response.process_set):
+            if response.slot >= 0 and self.path.has_set(response.process_set):
                 own = self._worker.request_of(response.process_set, response.slot)
-                call = self._fast_path.retire(response.process_set, response.slot, own)
+                call = self.path.retire(response.process_set, response.slot, own)
                 if call is not None:  # on several hosts the coordinator knows of no recalled mark
                     self._convert(call, known=not self.across)
 
@@ -327,20 +306,20 @@ class FastPathAdapter:
         """Accept the calls that a finished response list has put into the cache."""
         for response in todo:
             set_id, slot = response.process_set, response.slot
-            if not 0 <= slot < self._fast_path.slots or not self._fast_path.has_set(set_id):
+            if not 0 <= slot < self.path.slots or not self.path.has_set(set_id):
                 continue
             own = self._worker.request_of(set_id, slot)
             # With a small cache a list may reassign a slot several times: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 spec = own.reduce_spec(len(self._worker.sets[set_id]))
-                self._fast_path.install(
+                self.path.install(
                     set_id, slot, own, response.version, spec.op, spec.postscale, response.direct
                 )
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:
-            if (call := self._fast_path.find(set_id, name)) is not None:
+            if (call := self.path.find(set_id, name)) is not None:
                 self._convert(call)
 
     def _convert(self, call: CachedCall, *, known: bool = True) -> None:

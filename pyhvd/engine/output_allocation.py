@@ -1,12 +1,17 @@
-"""Allocation of outputs whose size comes with the response."""
+"""Outputs whose size comes with the response: their layout, and their allocation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
+from pyhvd.arrays import Array
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.text import describe_ranks
+from pyhvd.dtypes import BY_CODE
 from pyhvd.errors import RankFailedError
 from pyhvd.negotiation.messages import Response, verb
 from pyhvd.queue import TensorEntry
@@ -14,6 +19,20 @@ from pyhvd.queue import TensorEntry
 T = TypeVar("T")
 Entries = list[TensorEntry | None]
 Shape = tuple[int, ...]
+
+
+def gathered(batch: Sequence[Response]) -> tuple[list[Shape], list[list[int]]]:
+    """Return the shapes of the outputs of allgathers, and the bytes of each that a rank sends."""
+    shapes = [(sum(r.dims), *r.request.shape[1:]) for r in batch]
+    item = BY_CODE[batch[0].request.dtype].itemsize
+    rows = [math.prod(shape[1:]) * item for shape in shapes]
+    return shapes, [[n * row for n in r.dims] for r, row in zip(batch, rows, strict=True)]
+
+
+def as_splits(received: Sequence[int]) -> Array:
+    """Return the rows that an alltoall has received from each rank as the array that the caller gets."""
+    few = max(received) <= np.iinfo(np.int32).max
+    return np.array(received, np.int32 if few else np.int64)
 
 
 def allocate(

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.text import describe_ranks, describe_values
-from pyhvd.config import Config
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.errors import CorruptionError
 from pyhvd.negotiation.fusion import response_bytes
@@ -49,7 +48,7 @@ class Checker:
     Parameters
     ----------
     what : str
-        The knob's value: ``"results"``, ``"finite"``, or ``"results,finite"``.
+        The knob's value: ``"off"``, ``"results"``, ``"finite"``, or ``"results,finite"``.
     """
 
     def __init__(self, what: str) -> None:
@@ -331,8 +330,3 @@ def _count_not_finite(view: TensorView | None) -> tuple[int, int, int]:
 
 def _describe_counts(nans: int, infinities: int, first: int) -> str:
     return f"{nans} NaN, {infinities} infinite, the first in element {first}"
-
-
-def make_checker(config: Config) -> Checker | None:
-    """Return the checks of PYHVD_CHECK, or None."""
-    return Checker(config.check) if config.check != "off" else None

@@ -33,6 +33,7 @@ from pyhvd.controller import Coordinator, Node, Worker
 from pyhvd.engine.autotuner import Tuner, tuning_of
 from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
+from pyhvd.engine.fast_path import FastPathAdapter
 from pyhvd.engine.rounds import RoundKeeper
 from pyhvd.engine.shutdown import ShutdownBarrier, end_early
 from pyhvd.engine.watchdog import HostClaim, ProgressProbe, give_up_time, make_watch
@@ -41,6 +42,7 @@ from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import (
+    GLOBAL_SET,
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
@@ -60,10 +62,10 @@ from pyhvd.observe.metrics import Meter
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
 from pyhvd.queue import TensorEntry, TensorQueue
+from pyhvd.transport.arena import Arena
 from pyhvd.transport.fabric import Fabric
 
 if TYPE_CHECKING:
-    from pyhvd.engine.fast_path import FastPathAdapter
     from pyhvd.transport.control import ControlTransport
 
 _log = logging.getLogger("pyhvd")
@@ -85,8 +87,8 @@ class RuntimeParts:
         Returns the rank's counters, from the coordinator's stragglers on rank 0.
     fast_path : FastPath or None
         The fast path; the thread makes progress on it while no other thread waits, and sleeps on it.
-    make_adapter : callable or None
-        ``make_adapter(worker, queue, meter)`` returns the fast path as the runtime sees it.
+    arena : Arena or None
+        Shared memory of arrays that the fast path need not copy.
     surroundings : callable
         A context manager that the background thread enters; callbacks of handles run in it.
     tuner : Tuner or None
@@ -98,7 +100,7 @@ class RuntimeParts:
     recorder: Recorder
     make_meter: Callable[[StragglerStats | None], Meter]
     fast_path: FastPath | None = None
-    make_adapter: Callable[[Worker, TensorQueue, Meter], FastPathAdapter] | None = None
+    arena: Arena | None = None
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None
 
@@ -152,8 +154,9 @@ class Runtime:
             self._announce, self._take_aside, self._hooks,
         )  # fmt: skip
         self._fast_path: FastPathAdapter | None = None
-        if parts.make_adapter is not None:
-            self._fast_path = parts.make_adapter(worker, self.queue, self.meter)
+        if fast_path is not None:
+            fabric = backends[GLOBAL_SET].fabric
+            self._fast_path = FastPathAdapter(fast_path, parts.arena, fabric, worker, self.queue, self.meter)
         self._executor = Executor(
             self._where, self.queue, backends, worker.sets, make_backend, self.meter, self._fast_path,
             self._hooks, config,
@@ -167,9 +170,8 @@ class Runtime:
         self._to_tell: deque[StillInRound | StackRequest] = deque()
         # The watchdog clears it, and asks; the runtime's thread sets it when rank 0 answers, and at its end.
         self._answered = threading.Event()
-        self._stop_sent = self._recalls_due = False
+        self._stop_sent = self._recalls_due = self._knows_capacity = False
         self._waiting_due = 0.0
-        self._knows_capacity = False
         # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
@@ -214,7 +216,7 @@ class Runtime:
             raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
         self.queue.flush()
         if self._fast_path is not None:
-            self._fast_path.flush()
+            self._fast_path.path.flush()
 
     def tell_round(self, process_set: int, prefix: str) -> None:
         """Tell rank 0 that a thread has long waited in the round of a backward pass."""
@@ -342,12 +344,13 @@ class Runtime:
             coordinator.order_timeline(order)
 
     def _announce(self, number: int, ranks: int) -> bool:
-        return self._fast_path is None or self._fast_path.announce(number, ranks)
+        """Give a list for these ranks (bits) its place in the ready log; return False if there is no room."""
+        return self._fast_path is None or self._fast_path.path.announce(number, ranks)
 
     def _announce_recalls(self) -> None:
         """Tell the other hosts which slots the coordinator has recalled, before the next list does."""
         if self._fast_path is not None and self._fast_path.across:
-            self._recalls_due = not self._fast_path.announce(0, 0)
+            self._recalls_due = not self._fast_path.path.announce(0, 0)
 
     def _take_aside(
         self, source: int, message: StackRequest | StackReport | StillInRound, now: float
@@ -405,7 +408,7 @@ class Runtime:
         self._executor.resize(Pieces(tuning.chunk_size, tuning.staging_size))
         self.queue.gather_for(tuning.cycle_time_ms / 1000)
         if self._fast_path is not None:
-            self._fast_path.tune(tuning.fusion_threshold, tuning.cycle_time_ms / 1000)
+            self._fast_path.path.tune(tuning.fusion_threshold, tuning.cycle_time_ms / 1000)
         if self._tuner is not None:
             self._tuner.applied()
 
@@ -522,7 +525,7 @@ class Runtime:
             if entry is not None:
                 entry.done(None, error)
         if self._fast_path is not None:
-            self._fast_path.forget(keep=stuck)
+            self._fast_path.path.forget(keep=stuck)
 
     def _break(self, exc: BaseException) -> None:
         """Announce that this thread has failed, to all callers and ranks that can be reached."""

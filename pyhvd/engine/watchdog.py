@@ -284,12 +284,4 @@ def make_watch(
     end = give_up_time(config)
     # With a shutdown time the end says the same. A question would delay it behind that of other ranks.
     warn = config.stall_check_time_seconds if rank == 0 or not end else 0.0
-    return Watch(
-        rank,
-        warn,
-        end,
-        probe.look,
-        probe.warn,
-        give_up,
-        probe.claim.release,
-    )
+    return Watch(rank, warn, end, probe.look, probe.warn, give_up, probe.claim.release)

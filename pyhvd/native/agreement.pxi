@@ -29,15 +29,10 @@ cdef class Agreement:
     cdef dict delegated  # {set: {slot: version}}
 
     def __cinit__(self, int rank, hosts, parents, connections, bells, background_bells):
-        cdef int32_t[MAX_HOSTS] above
         self.hosts = [list(each) for each in hosts]
         self.places = {r: (h, q) for h, ranks in enumerate(self.hosts) for q, r in enumerate(ranks)}
         self.recalled, self.delegated = {}, {}
-        fill_parents(above, parents)
-        if pyhvd_host_tree_init(
-            &self.c.tree, <uint32_t>self.places[rank][0], <uint32_t>len(self.hosts), above
-        ):
-            raise ValueError(f"{parents} are not the parents of hosts in a tree")
+        init_tree(&self.c.tree, self.places[rank][0], parents)
         for host, fd in enumerate(connections):
             self.c.fds[<int>host] = fd
         for q, each in enumerate(self.hosts[self.c.tree.host]):
@@ -72,20 +67,16 @@ cdef class Agreement:
             del self.delegated[set_id]
         return 0
 
-    cdef int note_delegation(self, int set_id, uint32_t slot, uint64_t version) except -1:
-        self.delegated.setdefault(set_id, {})[slot] = version
-        return 0
-
-    cdef bint announce(self, pyhvd_ready_table* table, uint64_t number, ranks) except -1:
+    cdef bint announce(self, pyhvd_ready_table* table, uint64_t number, audience) except -1:
         """Announce what was noted, and a response list (0: none); return False if there is no room now."""
         recalled, delegated = self.next_part()
         while recalled != self.recalled or delegated != self.delegated:
-            if not self.announce_part(table, 0, (), recalled, delegated):
+            if not self.announce_part(table, 0, 0, recalled, delegated):
                 return False
             recalled, delegated = self.next_part()
         if not (number or recalled or delegated):
             return True
-        return self.announce_part(table, number, ranks, recalled, delegated)
+        return self.announce_part(table, number, audience, recalled, delegated)
 
     cdef tuple next_part(self):
         """Return what one list can recall, and then delegate: ORDER_RANGES ranges, MOST_DELEGATED slots."""
@@ -104,9 +95,9 @@ cdef class Agreement:
         return recalled, delegated
 
     cdef bint announce_part(
-        self, pyhvd_ready_table* table, uint64_t number, ranks, dict recalled, dict delegated
+        self, pyhvd_ready_table* table, uint64_t number, audience, dict recalled, dict delegated
     ) except -1:
-        cdef OrderList announced = OrderList(number, ranks, recalled, delegated)
+        cdef OrderList announced = OrderList(number, audience, recalled, delegated)
         cdef int written
         with nogil:
             written = pyhvd_agreement_announce_list(table, &announced.c)

@@ -92,10 +92,6 @@ cdef class CachedTensor:
         pthread_mutex_unlock(&path.c.submissions.mutex)
         return True
 
-    cdef object empty(self):
-        Py_INCREF(self.dtype)  # PyArray_Empty steals a reference
-        return PyArray_Empty(self.ndim, self.dims, <void*>self.dtype, 0)
-
 
 @cython.final
 cdef class CachedCall:
@@ -232,7 +228,8 @@ cdef class CachedCall:
         cdef CachedTensor cached = <CachedTensor>self.tensors[k]
         cdef object result
         if PyArray_CheckExact(tensor):
-            result = cached.empty()
+            Py_INCREF(cached.dtype)  # PyArray_Empty steals a reference
+            result = PyArray_Empty(cached.ndim, cached.dims, <void*>cached.dtype, 0)
             address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
             return result
         return (<TensorType>_tensor_types[type(<object>tensor)]).empty_like(cached, tensor, address)

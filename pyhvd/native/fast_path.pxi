@@ -88,7 +88,7 @@ cdef class FastPath(ReadyTableEnd):
     """
 
     cdef list sets  # PathSet by id, None where the path does not serve the set
-    # The queue's, read here:
+    # The queue's, read here; None before `attach`:
     cdef dict entries
     cdef dict busy_groups
     cdef dict refusals
@@ -123,9 +123,6 @@ cdef class FastPath(ReadyTableEnd):
         self.generation = _generation
         self.code_of = code_of
         self.sets = [None] * SETS
-        self.entries = {}
-        self.busy_groups = {}
-        self.refusals = {}
         self.callbacks = []
         self.callbacks_lock = threading.Lock()
         if not pyhvd_fast_path_init(&self.c):

@@ -8,8 +8,8 @@ cdef class OrderList:
     ----------
     number : int
         The list's number; 0: recalls and delegations only.
-    ranks : iterable of int
-        The ranks that it concerns.
+    audience : int
+        The ranks that it concerns, as a bit vector.
     recalled : dict of int to int
         Slots that it recalls, as bit vectors, by process set.
     delegated : dict of int to (dict of int to int)
@@ -25,16 +25,12 @@ cdef class OrderList:
     cdef pyhvd_slot_range[ORDER_RANGES] ranges
     cdef list kept  # what the ranges point to
 
-    def __cinit__(self, uint64_t number, ranks, dict recalled, dict delegated):
-        self.kept = []
-        whom = 0
-        for rank in ranks:
-            whom |= 1 << rank
-        audience = whom.to_bytes((whom.bit_length() + 7) // 8, "little")
-        self.kept.append(audience)
+    def __cinit__(self, uint64_t number, audience, dict recalled, dict delegated):
+        cdef bytes ranks = audience.to_bytes((audience.bit_length() + 7) // 8, "little")
+        self.kept = [ranks]
         self.c.number = number
-        self.c.audience = <const uint8_t*><const char*>audience
-        self.c.audience_bytes = <uint32_t>len(audience)
+        self.c.audience = <const uint8_t*><const char*>ranks
+        self.c.audience_bytes = <uint32_t>len(ranks)
         self.c.ranges = self.ranges
         for set_id, bits in recalled.items():
             for part in in_ranges(bits):
@@ -78,12 +74,15 @@ cdef int fill_range(
     return 0
 
 
-cdef int fill_parents(int32_t* above, parents) except -1:
-    """Copy the parents of hosts; raise if there are too many or too few."""
+cdef int init_tree(pyhvd_host_tree* tree, uint32_t host, parents) except -1:
+    """Find a host's place in the tree with these parents; raise ValueError if there is no such tree."""
+    cdef int32_t[MAX_HOSTS] above
     if not 2 <= len(parents) <= MAX_HOSTS:
         raise ValueError(f"{len(parents)} hosts cannot agree: 2 to {MAX_HOSTS} can")
-    for host, parent in enumerate(parents):
-        above[<int>host] = parent
+    for k, parent in enumerate(parents):
+        above[<int>k] = parent
+    if pyhvd_host_tree_init(tree, host, <uint32_t>len(parents), above):
+        raise ValueError(f"{list(parents)} are not the parents of hosts in a tree")
     return 0
 
 
@@ -116,10 +115,7 @@ cdef class HostTree:
     cdef readonly list below
 
     def __cinit__(self, uint32_t host, parents, uint32_t sets, uint32_t slots):
-        cdef int32_t[MAX_HOSTS] above
-        fill_parents(above, parents)
-        if pyhvd_host_tree_init(&self.c, host, <uint32_t>len(parents), above):
-            raise ValueError(f"{list(parents)} are not the parents of hosts in a tree")
+        init_tree(&self.c, host, parents)
         if not (0 < sets <= SETS and 0 < slots <= MAX_SLOTS) or slots % 64:
             raise ValueError(f"{sets} sets of {slots} slots: at most {SETS} of {MAX_SLOTS}, a multiple of 64")
         self.memory = calloc(1, pyhvd_host_tree_bytes(&self.c, sets, slots))
@@ -145,12 +141,12 @@ cdef class HostTree:
             )
         return messages
 
-    def announce_list(self, int number, ranks, dict recalled, dict delegated):
+    def announce_list(self, int number, audience, dict recalled, dict delegated):
         """Announce a response list, on host 0; see :class:`OrderList`. Return the messages.
 
         Returns None if there is no room for lists that others have not taken.
         """
-        cdef OrderList announced = OrderList(number, ranks, recalled, delegated)
+        cdef OrderList announced = OrderList(number, audience, recalled, delegated)
         return self.to_above(
             pyhvd_host_tree_announce(&self.c, NULL, &announced.c, self.out, sizeof(self.out))
         )

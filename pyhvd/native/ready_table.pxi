@@ -61,7 +61,7 @@ cdef class ReadyTableEnd:
         With several hosts, that happens with the next announcement.
         """
         if self.agreement is not None:
-            self.agreement.note_delegation(set_id, slot, version)
+            self.agreement.delegated.setdefault(set_id, {})[slot] = version
             return
         with nogil:
             pyhvd_ready_table_delegate(&self.c.setup.table, <uint32_t>set_id, slot, version)
@@ -104,22 +104,22 @@ cdef class ReadyTableEnd:
         """Whether ``look`` knows the marks of other hosts only where all their ranks have marked a slot."""
         return self.agreement is not None
 
-    def announce(self, uint64_t number, ranks):
+    def announce(self, uint64_t number, audience):
         """Append a response list to the ready log; return False if that is not possible now.
 
-        With several hosts, ``number`` 0 announces only what was recalled and delegated.
+        ``audience`` are the ranks that it concerns, as a bit vector. With several hosts, ``number`` 0
+        announces only what was recalled and delegated.
         """
-        cdef pyhvd_ranks audience
+        cdef pyhvd_ranks concerned
         if self.agreement is not None:
-            return self.agreement.announce(&self.c.setup.table, number, ranks)
+            return self.agreement.announce(&self.c.setup.table, number, audience)
         if not number:
             return True
-        audience.ranks[:] = [0, 0, 0, 0]
-        for rank in ranks:
-            audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
+        cdef bytes ranks = audience.to_bytes(sizeof(concerned), "little")
+        memcpy(&concerned, <const char*>ranks, sizeof(concerned))
         cdef int written
         with nogil:
-            written = pyhvd_fast_path_announce(&self.c, number, &audience)
+            written = pyhvd_fast_path_announce(&self.c, number, &concerned)
         return written != 0
 
     def position(self):
@@ -241,12 +241,6 @@ cdef class ReadyTableEnd:
         if self.agreement is not None and not pyhvd_agreement_start_beats(&self.c.setup.table):
             raise RuntimeError("cannot start a thread")
 
-    cdef int stop_beats(self) except -1:
-        if self.agreement is not None:
-            with nogil:
-                pyhvd_agreement_stop_beats(&self.c.setup.table)
-        return 0
-
     def tell_hosts(self, bytes note):
         """Send a note to all hosts: this rank fails."""
         cdef const uint8_t* start = <const uint8_t*><const char*>note
@@ -256,10 +250,10 @@ cdef class ReadyTableEnd:
                 pyhvd_agreement_abort(&self.c.setup.table, start, length)
 
     def leave_hosts(self):
-        """Tell all hosts, if this is the last local rank to do so, that this one closes its connections."""
-        self.stop_beats()
+        """Send no more beats; as the last local rank, tell all hosts that this one closes its connections."""
         if self.agreement is not None:
             with nogil:
+                pyhvd_agreement_stop_beats(&self.c.setup.table)
                 pyhvd_agreement_leave(&self.c.setup.table)
 
     def has_long_waits(self):

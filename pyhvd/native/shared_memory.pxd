@@ -38,8 +38,7 @@ cdef extern from "links/link.h" nogil:
     int PYHVD_LINK_CLOSED
 
     ctypedef struct pyhvd_link:
-        uint64_t bytes_sent
-        uint64_t bytes_received
+        pass
 
     void pyhvd_link_open(pyhvd_link* link, int fd)
 
@@ -122,10 +121,7 @@ cdef extern from "window/window.h" nogil:
         int direct
 
     ctypedef struct pyhvd_part:
-        int64_t lane
-        int64_t offset
-        int64_t bytes
-        int64_t address
+        pass
 
     ctypedef struct pyhvd_move:
         const pyhvd_part* sources
@@ -200,8 +196,6 @@ cdef extern from "agreement/host_order.h" nogil:
 
     enum:
         ORDER_RANGES "PYHVD_ORDER_RANGES"
-
-    enum:
         PYHVD_ANNOUNCED
         PYHVD_RECALLED
         PYHVD_DELEGATED
@@ -243,7 +237,7 @@ cdef extern from "agreement/host_tree.h" nogil:
     )
     size_t pyhvd_host_tree_bytes(const pyhvd_host_tree* tree, uint32_t sets, uint32_t slots)
     void pyhvd_host_tree_attach(pyhvd_host_tree* tree, void* base, uint32_t sets, uint32_t slots)
-    int pyhvd_host_tree_clear(pyhvd_host_tree* tree, uint32_t sets, uint32_t slots)
+    void pyhvd_host_tree_clear(pyhvd_host_tree* tree, uint32_t sets, uint32_t slots)
     int64_t pyhvd_host_tree_announce(
         pyhvd_host_tree* tree, const pyhvd_slot_range* slots, const pyhvd_order_list* announced,
         uint64_t* out, size_t room
@@ -294,8 +288,6 @@ cdef extern from "agreement/ready_table.h" nogil:
     cpdef enum:
         SETS "PYHVD_MAX_SETS"
         MAX_SLOTS "PYHVD_MAX_SLOTS"
-
-    cpdef enum:
         OTHER_HOST "PYHVD_OTHER_HOST"
 
     ctypedef struct pyhvd_ranks:

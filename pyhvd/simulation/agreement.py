@@ -83,13 +83,13 @@ class HostTable:
         self.process.spend(MARK_S * bits.bit_count())
         self.marks[rank] |= bits
 
-    def announce(self, number: int, ranks: Iterable[int], recalled: int, delegated: dict[int, int]) -> bool:
+    def announce(self, number: int, audience: int, recalled: int, delegated: dict[int, int]) -> bool:
         """Give a response list its place in the log, on host 0; return False if there is no room now."""
         if self._tree is None:
             self._carry_out_list(number, recalled, delegated)
             return True
         sets = ({GLOBAL_SET: recalled} if recalled else {}), ({GLOBAL_SET: delegated} if delegated else {})
-        messages = self._tree.announce_list(number, ranks, *sets)
+        messages = self._tree.announce_list(number, audience, *sets)
         if messages is None:
             return False
         self._post(messages)
@@ -209,11 +209,11 @@ class CoordinatorTable:
         used, self._table.used = self._table.used, 0
         return {rank: bits for rank, bits in self._table.marks.items() if bits}, used
 
-    def announce(self, number: int, ranks: Iterable[int]) -> bool:
+    def announce(self, number: int, audience: int) -> bool:
         """Announce a list, with what was recalled and delegated; return False if there is no room now."""
         if not (number or self._recalled or self._delegated):
             return True
-        announced = self._table.announce(number, ranks, self._recalled, self._delegated)
+        announced = self._table.announce(number, audience, self._recalled, self._delegated)
         if announced:
             self._recalled, self._delegated = 0, {}
         return announced

@@ -9,7 +9,7 @@ from pyhvd.config import Config
 from pyhvd.controller import Coordinator
 from pyhvd.native.shared_memory import HostTree
 from pyhvd.negotiation.fusion import plan
-from pyhvd.negotiation.messages import Response, iter_bits
+from pyhvd.negotiation.messages import Response
 from pyhvd.simulation.agreement import SETS, CoordinatorTable, HostTable, slots_for
 from pyhvd.simulation.clock import Clock, SimulatedProcess
 from pyhvd.simulation.data_path import Cost, DataPath, Machine
@@ -229,7 +229,7 @@ class SimulatedWorld:
         """Give rank 0's list its place in the ready log; return False if there is no room now. 0: no list."""
         self._audiences[number] = audience
         table = self._coordinator_table
-        return table is None or table.announce(number, iter_bits(audience))
+        return table is None or table.announce(number, audience)
 
     def audience_of(self, number: int) -> int:
         """Return the ranks that a response list concerns."""

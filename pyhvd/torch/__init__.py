@@ -3,9 +3,32 @@
 The names are Horovod's. Those that do not concern tensors are :mod:`pyhvd`'s own.
 """
 
+from pyhvd.api.collectives import (
+    Adasum as Adasum,
+    Average as Average,
+    Max as Max,
+    Min as Min,
+    Product as Product,
+    Sum as Sum,
+    allgather_async as allgather_async,
+    allreduce_ as allreduce_,
+    allreduce_async as allreduce_async,
+    allreduce_async_ as allreduce_async_,
+    barrier as barrier,
+    broadcast_ as broadcast_,
+    broadcast_async as broadcast_async,
+    broadcast_async_ as broadcast_async_,
+    grouped_allgather_async as grouped_allgather_async,
+    grouped_allreduce_ as grouped_allreduce_,
+    grouped_allreduce_async as grouped_allreduce_async,
+    grouped_allreduce_async_ as grouped_allreduce_async_,
+    grouped_reducescatter_async as grouped_reducescatter_async,
+    join as join,
+    reducescatter_async as reducescatter_async,
+)
 from pyhvd.api.compression import Compressor as Compressor
 from pyhvd.api.diagnostics import start_timeline as start_timeline, stop_timeline as stop_timeline
-from pyhvd.api.handles import Handle as Handle
+from pyhvd.api.handles import Handle as Handle, poll as poll, synchronize as synchronize
 from pyhvd.api.lifecycle import init as init, shutdown as shutdown
 from pyhvd.api.objects import allgather_object as allgather_object, broadcast_object as broadcast_object
 from pyhvd.api.process_sets import (
@@ -54,38 +77,15 @@ from pyhvd.torch.functions import (
     broadcast_parameters as broadcast_parameters,
 )
 from pyhvd.torch.mpi_ops import (
-    Adasum as Adasum,
-    Average as Average,
-    Max as Max,
-    Min as Min,
-    Product as Product,
-    Sum as Sum,
     allgather as allgather,
-    allgather_async as allgather_async,
     allreduce as allreduce,
-    allreduce_ as allreduce_,
-    allreduce_async as allreduce_async,
-    allreduce_async_ as allreduce_async_,
     alltoall as alltoall,
     alltoall_async as alltoall_async,
-    barrier as barrier,
     broadcast as broadcast,
-    broadcast_ as broadcast_,
-    broadcast_async as broadcast_async,
-    broadcast_async_ as broadcast_async_,
     grouped_allgather as grouped_allgather,
-    grouped_allgather_async as grouped_allgather_async,
     grouped_allreduce as grouped_allreduce,
-    grouped_allreduce_ as grouped_allreduce_,
-    grouped_allreduce_async as grouped_allreduce_async,
-    grouped_allreduce_async_ as grouped_allreduce_async_,
     grouped_reducescatter as grouped_reducescatter,
-    grouped_reducescatter_async as grouped_reducescatter_async,
-    join as join,
-    poll as poll,
     reducescatter as reducescatter,
-    reducescatter_async as reducescatter_async,
-    synchronize as synchronize,
 )
 from pyhvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from pyhvd.torch.sparse import sparse_allreduce_async as sparse_allreduce_async

@@ -25,17 +25,14 @@ class CombinedHandle(Handle):
         ``finish(results)`` returns the result.
     """
 
-    __slots__ = ("_finish", "_lock", "_made", "_name", "_parts", "_result")
+    __slots__ = ("_finish", "_lock", "_made", "_parts", "_result", "name")
+    name: str
 
     def __init__(self, name: str, parts: Sequence[Handle], finish: Callable[[list[Any]], Any]) -> None:
-        self._name, self._parts, self._finish = name, list(parts), finish
+        self.name, self._parts, self._finish = name, list(parts), finish
         self._lock = threading.Lock()
         self._made = False
         self._result: Any = None
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def done(self) -> bool:
         return all(part.done() for part in self._parts)
@@ -49,7 +46,7 @@ class CombinedHandle(Handle):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.wait(timeout):
-            raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
+            raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")
         errors = [part.exception() for part in self._parts]
         return next((error for error in errors if error is not None), None)
 
@@ -86,4 +83,4 @@ class CombinedHandle(Handle):
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self.exception(0) is not None else "done"
-        return f"<pyhvd.Handle {self._name!r} {state}>"
+        return f"<pyhvd.Handle {self.name!r} {state}>"

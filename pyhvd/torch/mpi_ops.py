@@ -23,33 +23,11 @@ from torch.autograd import forward_ad
 
 from pyhvd.api import collectives as _core
 from pyhvd.api.call import resolve_op
-from pyhvd.api.collectives import (
-    Adasum as Adasum,
-    Average as Average,
-    Max as Max,
-    Min as Min,
-    Product as Product,
-    Splits,
-    Sum as Sum,
-    allgather_async as allgather_async,
-    allreduce_ as allreduce_,
-    allreduce_async as allreduce_async,
-    allreduce_async_ as allreduce_async_,
-    barrier as barrier,
-    broadcast_ as broadcast_,
-    broadcast_async as broadcast_async,
-    broadcast_async_ as broadcast_async_,
-    grouped_allgather_async as grouped_allgather_async,
-    grouped_allreduce_ as grouped_allreduce_,
-    grouped_allreduce_async as grouped_allreduce_async,
-    grouped_allreduce_async_ as grouped_allreduce_async_,
-    grouped_reducescatter_async as grouped_reducescatter_async,
-    join as join,
-    reducescatter_async as reducescatter_async,
-)
+from pyhvd.api.collectives import Adasum, Average, Product, Splits, Sum
 from pyhvd.api.compression import Compressor, compress_all, decompress_all
-from pyhvd.api.handles import Handle, poll as poll, synchronize as synchronize
+from pyhvd.api.handles import Handle
 from pyhvd.api.process_sets import ProcessSet, global_process_set
+from pyhvd.api.topology import rank
 from pyhvd.devices.torch_tensors import why_no_memory
 from pyhvd.dtypes import ReduceOp
 from pyhvd.errors import UnsupportedOpError
@@ -321,10 +299,7 @@ class HorovodBroadcast(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any) -> Any:
         root_rank, name, process_set = ctx.terms
         total = allreduce(gradient, name=_of_gradient(name), op=Average, process_set=process_set)
-        members, rank = process_set.ranks, process_set.rank()
-        assert members is not None
-        assert rank is not None
-        return total if members[rank] == root_rank else total * 0, None, None, None
+        return total if rank() == root_rank else total * 0, None, None, None
 
 
 # -- alltoall ------------------------------------------------------------------------------------------

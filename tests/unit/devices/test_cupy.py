@@ -21,7 +21,7 @@ from tests.devices.fake import FakeDevice, fake_array
 from tests.devices.kernels_on_cpu import needs_compiler
 from tests.devices.stand_in import make_cupy
 
-OURS = [f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_kernels", "cupy_arrays", "dlpack_arrays")]
+OURS = [f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_arrays", "dlpack_arrays")]
 SEEDS = range(5)
 
 

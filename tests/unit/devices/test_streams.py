@@ -23,7 +23,7 @@ from tests.devices.fake import FakeDevice, elements, fake_array
 from tests.devices.stand_in import make_cupy
 from tests.devices.stand_in_torch import Tensor, make_torch
 
-OURS = ("cupy_device", "cupy_kernels", "cupy_arrays", "dlpack_arrays", "torch_arrays", "torch_tensors")
+OURS = ("cupy_device", "cupy_arrays", "dlpack_arrays", "torch_arrays", "torch_tensors")
 VALUES = np.arange(100.0)
 
 

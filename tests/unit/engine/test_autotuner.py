@@ -13,11 +13,12 @@ import pytest
 from pyhvd.config import Config
 from pyhvd.dtypes import Code
 from pyhvd.engine import autotuner as tuner_module
-from pyhvd.engine.autotune_search import LADDERS, Search, most_samples
+from pyhvd.engine.autotune_search import LADDERS, Search
 from pyhvd.engine.autotuner import COLUMNS, SampleLog, Tuner, make_tuner, open_log, tuning_of
 from pyhvd.errors import ConfigError
 from pyhvd.native.shared_memory import Sampler
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, Response
+from tests.unit.engine.test_autotune_search import most_samples
 
 DEFAULTS = tuning_of(Config())
 

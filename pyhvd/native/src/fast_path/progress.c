@@ -453,8 +453,7 @@ static void leave_shared_core(pyhvd_fast_path *path) {
             taken[n++] = atomic_load_explicit(&table->shared->rank_states[q].core,
                                               memory_order_relaxed);
     // cppcheck-suppress uninitvar - the first n elements are set
-    if (pyhvd_leave_shared_core(taken, n, &path->progress.left_core_ns))
-        pyhvd_publish_core(&rank_state_of(path)->core);
+    pyhvd_leave_shared_core(taken, n, &path->progress.left_core_ns, &rank_state_of(path)->core);
 }
 
 /* As await_entry, on one of several hosts: handle what arrives, and sleep on the connections. */

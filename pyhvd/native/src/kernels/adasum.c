@@ -62,11 +62,11 @@ typedef void combine_fn(void *out, const void *a, const void *b, size_t n, const
 KERNELS(f32)
 KERNELS(f64)
 
-int pyhvd_has_adasum(int dtype) { return dtype == PYHVD_FLOAT32 || dtype == PYHVD_FLOAT64; }
+static int has_adasum(int dtype) { return dtype == PYHVD_FLOAT32 || dtype == PYHVD_FLOAT64; }
 
 int pyhvd_adasum_terms(double *terms, const void *a, const void *b, const int64_t *counts, size_t n,
                        int dtype) {
-    if (!pyhvd_has_adasum(dtype)) return -1;
+    if (!has_adasum(dtype)) return -1;
     terms_fn *const each = dtype == PYHVD_FLOAT32 ? terms_f32 : terms_f64;
     const char *x = a, *y = b;
     for (size_t k = 0; k < n; k++) {
@@ -80,7 +80,7 @@ int pyhvd_adasum_terms(double *terms, const void *a, const void *b, const int64_
 
 int pyhvd_adasum_combine(void *dst, const void *a, const void *b, const int64_t *counts,
                          const double *factors, size_t n, int dtype) {
-    if (!pyhvd_has_adasum(dtype)) return -1;
+    if (!has_adasum(dtype)) return -1;
     combine_fn *const each = dtype == PYHVD_FLOAT32 ? combine_f32 : combine_f64;
     char *out = dst;
     const char *x = a, *y = b;

@@ -190,12 +190,8 @@ static int is_float(int dtype) {
     return is_half(dtype) || dtype == PYHVD_FLOAT32 || dtype == PYHVD_FLOAT64;
 }
 
-int pyhvd_can_cast(int dst_dtype, int src_dtype) {
-    return is_float(dst_dtype) && is_float(src_dtype);
-}
-
 int pyhvd_cast(void *dst, int dst_dtype, const void *src, int src_dtype, size_t count) {
-    if (!pyhvd_can_cast(dst_dtype, src_dtype)) return -1;
+    if (!is_float(dst_dtype) || !is_float(src_dtype)) return -1;
     if (dst_dtype == src_dtype) return pyhvd_scale(dst, src, count, dst_dtype, 1.0);
     /* By blocks of float32, unless that is one side itself. */
     float buffer[BLOCK];

@@ -41,11 +41,9 @@ static inline size_t pyhvd_itemsize(int dtype) {
     return dtype >= 0 && dtype < PYHVD_DTYPES ? SIZES[dtype] : 0;
 }
 
-/* Whether reduce and fill are defined for this pair, scale for this dtype and factor, cast for this
- * pair. */
+/* Whether reduce and fill are defined for this pair, scale for this dtype and factor. */
 int pyhvd_can_reduce(int dtype, int op);
 int pyhvd_can_scale(int dtype, double factor);
-int pyhvd_can_cast(int dst_dtype, int src_dtype);
 
 /* dst[i] = factor * (srcs[0][i] op srcs[1][i] op ...); dst may equal one of the srcs exactly. */
 int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int op,
@@ -71,7 +69,6 @@ int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, si
  *   combine  dst[i] = factors[0] * a[i] + factors[1] * b[i], with two factors per piece, in
  *            float64, rounded once; dst may equal a or b exactly
  */
-int pyhvd_has_adasum(int dtype);
 int pyhvd_adasum_terms(double *terms, const void *a, const void *b, const int64_t *counts, size_t n,
                        int dtype);
 int pyhvd_adasum_combine(void *dst, const void *a, const void *b, const int64_t *counts,

@@ -10,8 +10,6 @@
 #define HEADER sizeof(pyhvd_frame)
 #define PARTS 8 /* frames in one system call, at most */
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-
 void pyhvd_link_open(pyhvd_link *link, int fd) {
     memset(link, 0, sizeof *link);
     link->fd = fd;

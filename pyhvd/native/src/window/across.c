@@ -100,16 +100,10 @@ static int pack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
         (chunk >= (uint64_t)w->slots && !all_reached(w, TAKEN, chunk - (uint64_t)w->slots + 1)))
         return NOTHING;
     span s = owned_span(w, all, k, w->rank);
-    uint8_t *slot = slot_of(w, w->rank, chunk);
-    size_t item = pyhvd_itemsize(c->job->dtype);
     int alone = w->size == 1;
     if (!whole_chunk(w, c->job, &c->packing, s, c->job->srcs)) {
         int64_t begin = end_stretch(w);
-        pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
-        pack_range(c->job, &c->packing, s.mine_from, s.mine_to,
-                   slot + (size_t)(s.mine_from - s.from) * item, !alone);
-        pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item,
-                   0);
+        pack_span(c->job, &c->packing, s, slot_of(w, w->rank, chunk), !alone);
         add_stage(w, PYHVD_PACKING, begin, chunk);
     }
     if (!alone) pyhvd_announce(w, PACKED, chunk + 1);

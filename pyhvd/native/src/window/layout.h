@@ -23,9 +23,6 @@ typedef struct {
     uint32_t noted, note_bytes;
 } control;
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
 static inline control *control_of(const pyhvd_window *w, int rank) {
     return (control *)w->area[rank];
 }

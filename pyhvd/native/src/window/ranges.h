@@ -47,10 +47,10 @@ static inline void prefetch_tensor(const pyhvd_job *job, size_t tensor, size_t i
     pyhvd_prefetch_for_writing(address_of(job->srcs[next], 0, item), MIN(bytes, BLOCK));
 }
 
-/* Copy elements [from, to) to `out`. With `own`, they are this rank's slice. Then write only scaled
+/* Copy elements [from, to) to `out`, and return what is behind them. With `own`, they are this rank's slice. Then write only scaled
  * and identity elements: reduce_range reads all others from the rank's array. */
-static inline void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to,
-                              uint8_t *out, int own) {
+static inline uint8_t *pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to,
+                                  uint8_t *out, int own) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
     while (next_piece(job, walk, &from, to, &p)) {
@@ -66,6 +66,7 @@ static inline void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, 
         }
         out += count * item;
     }
+    return out;
 }
 
 static inline void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to,
@@ -89,6 +90,13 @@ static inline span span_of(const pyhvd_window *w, int64_t total, int64_t per_chu
     s.mine_from = s.from + count * w->rank / w->size;
     s.mine_to = s.from + count * (w->rank + 1) / w->size;
     return s;
+}
+
+/* Copy the elements of a chunk to its slot; see pack_range for `own`. */
+static inline void pack_span(const pyhvd_job *job, size_t *walk, span s, uint8_t *slot, int own) {
+    uint8_t *at = pack_range(job, walk, s.from, s.mine_from, slot, 0);
+    at = pack_range(job, walk, s.mine_from, s.mine_to, at, own);
+    pack_range(job, walk, s.mine_to, s.to, at, 0);
 }
 
 #endif

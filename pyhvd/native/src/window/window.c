@@ -34,8 +34,7 @@ static void leave_shared_core(pyhvd_window *w) {
         if (q != w->rank)
             taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
     // cppcheck-suppress uninitvar - the first n elements are set
-    if (pyhvd_leave_shared_core(taken, n, &w->left_core_ns))
-        pyhvd_publish_core(&control_of(w, w->rank)->core);
+    pyhvd_leave_shared_core(taken, n, &w->left_core_ns, &control_of(w, w->rank)->core);
 }
 
 /* Sleep once; return PYHVD_LATER if the counter has not reached the value. */
@@ -237,15 +236,10 @@ static int reduce_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
 }
 
 static int pack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
-    size_t item = pyhvd_itemsize(c->job->dtype);
-    uint8_t *slot = slot_of(w, w->rank, chunk);
     int status = pyhvd_await_free_slot(w, chunk);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
-    pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
-    pack_range(c->job, &c->packing, s.mine_from, s.mine_to,
-               slot + (size_t)(s.mine_from - s.from) * item, 1);
-    pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
+    pack_span(c->job, &c->packing, s, slot_of(w, w->rank, chunk), 1);
     pyhvd_add_stage(w, PYHVD_PACKING, begin, chunk);
     pyhvd_announce(w, PACKED, chunk + 1);
     return PYHVD_OK;
