@@ -69,9 +69,8 @@ def simulate(
     """
     network, machine, knobs = network or Network(), machine or Machine(), config or Config()
     world = SimulatedWorld(hosts, local_ranks, program, network, seed, machine, knobs, cpu)
-    launcher = (ElasticLauncher if elastic else Launcher)(world)
-    happened = Faults(world, launcher, faults, seed)
+    happened = Faults(world, (ElasticLauncher if elastic else Launcher)(world), faults, seed)
     if hang_reports:
         Stalls(world, knobs.stall_check_time_seconds, knobs.stall_shutdown_time_seconds)
     world.run(until)
-    return report_on(world, launcher, happened, faults)
+    return report_on(world, happened)

@@ -79,7 +79,7 @@ class Faults:
     def __init__(self, world: SimulatedWorld, launcher: Launcher, faults: Sequence[Fault], seed: int) -> None:
         self.noticed: list[float] = []
         self._world = world
-        self._launcher = launcher
+        self.launcher, self.faults = launcher, faults
         self._random = random.Random(seed)
         self._notes: dict[int, int] = {}  # by host, the host that its first note was about
         for fault in faults:
@@ -103,7 +103,7 @@ class Faults:
             world.end(world.ranks[rank], LOST)
         for other in world.neighbours_of(fault.host):
             clock.at(self._seen_at(fault, _BEAT_S, _SILENT_S), self._note, other, fault.host, _ITSELF)
-        beat_s, silent_s = self._launcher.beat_s, self._launcher.silent_s
+        beat_s, silent_s = self.launcher.beat_s, self.launcher.silent_s
         clock.at(self._seen_at(fault, beat_s, silent_s), self._tell_launcher, fault)
 
     def _seen_at(self, fault: HostLost, beat_s: float, silent_s: float) -> float:
@@ -115,7 +115,7 @@ class Faults:
 
     def _tell_launcher(self, fault: HostLost) -> None:
         self.noticed.append(self._world.clock.now)
-        self._launcher.process.call(partial(self._launcher.lose_agent, fault.host, waited=fault.silent))
+        self.launcher.process.call(partial(self.launcher.lose_agent, fault.host, waited=fault.silent))
 
     def _kill(self, fault: RankKilled) -> None:
         if self._end(fault.rank, KILLED, SIGNAL, 137, "was killed by SIGKILL"):
@@ -127,7 +127,7 @@ class Faults:
         if host in world.wires.lost or world.ranks[rank].error:
             return False
         world.end(world.ranks[rank], error)
-        self._launcher.report(host, ExitReport(rank, kind, code, text, world.clock.now))
+        self.launcher.report(host, ExitReport(rank, kind, code, text, world.clock.now))
         return True
 
     # -- between hosts with links

@@ -12,8 +12,8 @@ from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, ModuleType
 
 from pyhvd.simulation.data_path import Cost
-from pyhvd.simulation.faults import KILLED, LOST, Fault, Faults
-from pyhvd.simulation.launcher import ElasticLauncher, Launcher
+from pyhvd.simulation.faults import KILLED, LOST, Faults
+from pyhvd.simulation.launcher import ElasticLauncher
 from pyhvd.simulation.stalls import HangReport
 from pyhvd.simulation.world import BatchRun, SimulatedStep, SimulatedWorld, Totals
 
@@ -150,9 +150,7 @@ class Simulation:
     hang_report_cpu: float = 0.0
 
 
-def report_on(
-    world: SimulatedWorld, launcher: Launcher, happened: Faults, faults: Sequence[Fault]
-) -> Simulation:
+def report_on(world: SimulatedWorld, happened: Faults) -> Simulation:
     """Return what a simulation has shown."""
     stalls = world.ranks[0].stalls
     return Simulation(
@@ -162,8 +160,8 @@ def report_on(
         list(_steps(world)),
         [rank.rank for rank in world.ranks if not rank.done and not rank.error],
         _memory_of(world.ranks[0].node.coordinator, world.ranks[0].worker),
-        _failure(world, launcher, happened, faults) if faults else None,
-        _restart(launcher, faults),
+        _failure(world, happened) if happened.faults else None,
+        _restart(happened),
         stalls.reports if stalls else [],
         stalls.longest if stalls else 0.0,
     )
@@ -231,20 +229,21 @@ def _shares(cost: Cost) -> dict[str, float]:
     return {name: part / whole for name, part in parts.items()} if whole else {"cpu": 1.0}
 
 
-def _failure(world: SimulatedWorld, launcher: Launcher, happened: Faults, faults: Sequence[Fault]) -> Failure:
+def _failure(world: SimulatedWorld, happened: Faults) -> Failure:
     survivors = [rank for rank in world.ranks if rank.error not in (LOST, KILLED)]
     knew = [world.ends[rank.rank][0] if rank.error else math.inf for rank in survivors if not rank.done]
     return Failure(
-        at=min(fault.at for fault in faults),
+        at=min(fault.at for fault in happened.faults),
         noticed=min(happened.noticed, default=math.inf),
         known=max(knew, default=math.inf),
-        cause=launcher.error,
+        cause=happened.launcher.error,
         texts=dict(Counter(rank.error for rank in survivors if rank.error)),
     )
 
 
-def _restart(launcher: Launcher, faults: Sequence[Fault]) -> Restart | None:
+def _restart(happened: Faults) -> Restart | None:
+    launcher = happened.launcher
     if not isinstance(launcher, ElasticLauncher) or not launcher.wired:
         return None
-    at = min(fault.at for fault in faults)
+    at = min(fault.at for fault in happened.faults)
     return Restart(launcher.ended - at, launcher.told - at, launcher.wired - at)
