@@ -101,8 +101,8 @@ BOUNDS = {
     "remembered": 8,
     "remembered_returns": 0,
     "spark": 24,
-    "hosts": 56,
-    "restart": 75,
+    "hosts": 44,
+    "restart": 63,
     "torch_first": 33,
     "torch_later": 3,
 }

@@ -246,7 +246,7 @@ class Versioned(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
-class RequestList(Versioned):
+class RequestList(Versioned, frozen=True):
     """Worker to coordinator: everything new on one rank.
 
     Attributes
@@ -292,7 +292,7 @@ class MergedPart(msgspec.Struct, frozen=True, array_like=True):
     message: RequestList
 
 
-class MergedList(Versioned):
+class MergedList(Versioned, frozen=True):
     """A leader to the rank above it: everything new on the ranks below.
 
     The parts of one rank are in the order in which the rank sent them.
@@ -327,7 +327,7 @@ class Tuning(msgspec.Struct, frozen=True, array_like=True):
     staging_size: int
 
 
-class ResponseList(Versioned):
+class ResponseList(Versioned, frozen=True):
     """Coordinator to every rank: the next steps, in this order.
 
     1. ``tuning`` takes effect.
@@ -344,7 +344,7 @@ class ResponseList(Versioned):
     timeline: TimelineOrder | None = None
 
 
-class RelayedList(Versioned):
+class RelayedList(Versioned, frozen=True):
     """A response list for a leader, and for some of the ranks below it.
 
     Attributes
@@ -359,13 +359,13 @@ class RelayedList(Versioned):
     payload: bytes
 
 
-class StackRequest(Versioned, array_like=False, tag=1):
+class StackRequest(Versioned, frozen=True, array_like=False, tag=1):
     """Rank 0 to a rank that others wait for: send the stacks of your threads, under this number."""
 
     number: int
 
 
-class StackReport(Versioned, array_like=False, tag=2):
+class StackReport(Versioned, frozen=True, array_like=False, tag=2):
     """The answer to a :class:`StackRequest`.
 
     Attributes
@@ -379,7 +379,7 @@ class StackReport(Versioned, array_like=False, tag=2):
     waits: bool = False
 
 
-class StillWaiting(Versioned, array_like=False, tag=3):
+class StillWaiting(Versioned, frozen=True, array_like=False, tag=3):
     """To rank 0: this rank has long waited for cached tensors; ``slots`` has bit vectors, by process set.
 
     With several hosts, rank 0 cannot see the ranks' marks on the other hosts.
@@ -388,7 +388,7 @@ class StillWaiting(Versioned, array_like=False, tag=3):
     slots: dict[int, bytes]
 
 
-class StillInRound(Versioned, array_like=False, tag=4):
+class StillInRound(Versioned, frozen=True, array_like=False, tag=4):
     """To rank 0: this rank has long waited in the round of a backward pass; see :mod:`pyhvd.engine.rounds`.
 
     Attributes

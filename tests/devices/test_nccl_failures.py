@@ -105,7 +105,7 @@ def test_a_group_that_fails_is_ended() -> None:
         if rank.rank == 0:
             with pytest.raises(TransportError, match="unhandled cuda error"):
                 rank.nccl.alltoall(view.span, [4, 4], into.span, [4, 4])
-            library: Any = rank.nccl._library
+            library: Any = rank.nccl.library
             assert library._depth == 0
 
     good(on_ranks(2, work, nccl=nccl))

@@ -96,7 +96,7 @@ def wait_for(peer: socket.socket) -> bytes:
 
 def by_host(made: Sequence[Links]) -> list[list[Links]]:
     """Return the links of each host's ranks, by local rank."""
-    hosts: list[list[Links]] = [[] for _ in range(made[0].hosts)]
+    hosts: list[list[Links]] = [[] for _ in range(made[0].layout.hosts)]
     for each in made:
         hosts[each.layout.host].append(each)
     return hosts

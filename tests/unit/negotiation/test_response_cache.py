@@ -21,7 +21,7 @@ def test_slots_are_numbered_from_zero_and_found_by_name() -> None:
     table = SlotTable(3)
     assert [table.assign(row(name), 0, 1) for name in "abc"] == [0, 1, 2]
     assert [table.slot_of(name) for name in "abcd"] == [0, 1, 2, -1]
-    assert len(table) == 3
+    assert len(table._slots) == 3
     assert table[1].name == "b"
 
 

@@ -211,7 +211,7 @@ static int put_section(writer *w, const pyhvd_slot_range *range) {
 
 /* Write a section of the slots that are not announced yet, and raise the stamp to the known stamps
  * of these slots. */
-static int put_announced(writer *w, pyhvd_host_order *o, const pyhvd_slot_range *range,
+static int put_announced(writer *w, const pyhvd_host_order *o, const pyhvd_slot_range *range,
                          uint64_t *stamp) {
     uint64_t bits[PYHVD_RANGE_WORDS], rounds[64 * PYHVD_RANGE_WORDS], n = 0, differ = 0;
     for (uint32_t k = range->first; k < range->end; k++) {
