@@ -31,6 +31,7 @@ Rules
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -126,6 +127,8 @@ _MOVES = {
     (_Stage.LEAVING, "all ranks have ended"): _Stage.WAITING,
     (_Stage.ENDING, "all ranks have ended"): _Stage.WAITING,
 }
+# As many moves are remembered.
+_STORY = 100
 
 
 class Membership:
@@ -139,11 +142,6 @@ class Membership:
         The time.
     fixed : sequence of FoundHost, optional
         The hosts of a job without a discovery script.
-
-    Attributes
-    ----------
-    number : int
-        The number of the last generation that was started; -1 before.
     """
 
     def __init__(self, limits: ElasticLimits, now: float, fixed: Sequence[FoundHost] | None = None) -> None:
@@ -152,7 +150,8 @@ class Membership:
         self._roster = Roster(limits, fixed or ())
         self._discovered = False
         self._stage = _Stage.WAITING
-        self.number = -1
+        self._moves = deque[str](maxlen=_STORY)
+        self._number = -1  # of the last generation
         self._places: tuple[Place, ...] = ()  # of the last generation
         self._since = self._news_at = now  # the wait began; hosts were found, or came up
         self._told = False  # whom the job waits for
@@ -170,6 +169,11 @@ class Membership:
         self._order = count()
 
     @property
+    def number(self) -> int:
+        """The number of the last generation that was started; -1 before."""
+        return self._number
+
+    @property
     def running(self) -> bool:
         """Whether a generation was started that has not ended."""
         return self._stage is not _Stage.WAITING
@@ -179,8 +183,13 @@ class Membership:
         """The names of all hosts that were found."""
         return [host.name for host in self._roster]
 
-    def _move(self, event: str) -> None:
-        self._stage = _MOVES[self._stage, event]
+    def story(self) -> str:
+        """Return the last changes of stage, a line for each."""
+        return "\n".join(self._moves)
+
+    def _move(self, event: str, now: float) -> None:
+        before, self._stage = self._stage, _MOVES[self._stage, event]
+        self._moves.append(f"{now:.3f} s: {before.name} -> {self._stage.name}: {event}")
 
     # ---- events of discovery
 
@@ -234,7 +243,7 @@ class Membership:
         if not lost:
             return
         if self._end is None and self._stage in (_Stage.RUNNING, _Stage.LEAVING) and host in self._placed:
-            self._move("a host is lost")
+            self._move("a host is lost", now)
             self._down_at = now
             self._queue.append(EndGeneration())
             self._fail_host(LaunchError(lost), host, lost)
@@ -346,7 +355,7 @@ class Membership:
         # It may have ended for the reason for which it was to be ended.
         self._queue = [action for action in self._queue if not isinstance(action, EndGeneration)]
         if self.running:
-            self._move("all ranks have ended")
+            self._move("all ranks have ended", now)
             self._since, self._told = now, False
             self._leave_by, self._down_at = math.inf, min(self._down_at, now)
 
@@ -374,13 +383,13 @@ class Membership:
         """Start the next generation, if there are enough slots and restarts."""
         limits = self._limits
         if self._is_at_limit:
-            text = f"the ranks were started again {self.number} times, as often as"
+            text = f"the ranks were started again {self._number} times, as often as"
             text += f" {limits.name_of(RESET_LIMIT)} allows"
             yield Say(f"pyhvd: {text}; last: {self._reason or 'the hosts have changed'}")
             self._give_up(self._cause or LaunchError(f"{text}, and the hosts have changed"))
             return
         patience, option = limits.elastic_timeout, ELASTIC_TIMEOUT
-        if self.number < 0 and limits.start_timeout is not None:
+        if self._number < 0 and limits.start_timeout is not None:
             patience, option = limits.start_timeout, START_TIMEOUT
         late = now >= self._since + patience
         places = self._roster.plan(now, {})
@@ -389,37 +398,37 @@ class Membership:
         elif late or (self._fixed and self._roster.is_hopeless()):
             waited = f" after {patience:g} s ({limits.name_of(option)})" if late else ""
             self._give_up(LaunchError(f"too few hosts{waited}: {self._roster.describe_missing(now)}"))
-        elif not self._told and (self.number >= 0 or now >= self._since + _QUIET_S):
+        elif not self._told and (self._number >= 0 or now >= self._since + _QUIET_S):
             self._told = True
             missing = self._roster.describe_missing(now).replace("\n", "; ")
             yield Say(f"pyhvd: waiting up to {patience:g} s for hosts: {missing}")
 
     def _may_start(self, places: tuple[Place, ...], now: float) -> bool:
         """Return whether the ranks start in these places; see rule 3."""
-        if self.number >= 0 or size_of(places) >= self._limits.start_np:
+        if self._number >= 0 or size_of(places) >= self._limits.start_np:
             return True
         starting = any(host.agent is AgentState.STARTING or host.can_start(now) for host in self._roster)
         return not starting and now >= self._news_at + _QUIET_S
 
     def _start(self, places: tuple[Place, ...], now: float) -> Iterator[Action]:
-        self.number += 1
-        if self.number:
+        self._number += 1
+        if self._number:
             reason = self._reason or describe_change(self._places, places)
             begin = f"commit {self._roster.newest}" if self._roster.newest else "the beginning"
             waited = now - self._down_at
             yield Say(
-                f"pyhvd: generation {self.number}: {describe_size(places)}, from {begin}"
+                f"pyhvd: generation {self._number}: {describe_size(places)}, from {begin}"
                 f"{f', after {waited:.1f} s' if waited >= _WAITED_S else ''}: {reason}"
             )
         elif size_of(places) < self._limits.start_np:
             yield Say(f"pyhvd: {describe_size(places)} to begin with, of {self._limits.start_np}")
-        self._move("there are places")
+        self._move("there are places", now)
         self._places, self._down_at = places, math.inf
         self._reason, self._cause = "", None
         for place in places:
             host = self._roster[place.host]
             host.seniority = next(self._order) if host.seniority is None else host.seniority
-        yield StartGeneration(self.number, places)
+        yield StartGeneration(self._number, places)
 
     def _advance(self, now: float) -> Iterator[Action]:
         """Ask the ranks to leave, if the next generation would differ; kill them if they must and do not."""
@@ -429,13 +438,13 @@ class Membership:
         may_grow = now >= self._resized_at + _RESIZE_S and not self._is_at_limit
         grows = may_grow and size_of(self._roster.plan(now, self._placed)) > size_of(self._places)
         if self._stage is _Stage.RUNNING and (needed or grows):
-            self._move("the hosts change")
+            self._move("the hosts change", now)
             self._resized_at = self._resized_at if needed else now
-            yield AskToLeave(self.number + 1)
+            yield AskToLeave(self._number + 1)
         if self._stage is _Stage.LEAVING:
             self._leave_by = min(self._leave_by, now + _LEAVE_S) if needed else math.inf
             if now >= self._leave_by:
-                self._move("ranks do not leave")
+                self._move("ranks do not leave", now)
                 self._down_at = now
                 yield EndGeneration()
 
@@ -452,7 +461,7 @@ class Membership:
     @property
     def _is_at_limit(self) -> bool:
         limit = self._limits.reset_limit
-        return limit is not None and self.number >= limit
+        return limit is not None and self._number >= limit
 
     @property
     def _placed(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, note, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pyhvd.job.errors import LaunchError
@@ -342,6 +342,8 @@ class Schedule(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Leave the job alone, with hosts that never come: it ends, or runs."""
+        if hasattr(self, "machine"):
+            note(self.machine.story())  # shown if an example fails
         if not hasattr(self, "machine") or self.over is not None:
             return
         for _ in range(2000):
