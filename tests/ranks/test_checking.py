@@ -205,7 +205,7 @@ def test_joined_ranks_and_empty_tensors_take_part() -> None:
 def test_unchecked_jobs_do_nothing_of_it() -> None:
     def body() -> tuple[bool, bool]:
         checker = context.current().runtime._executor._checker
-        return checker.results or checker._finite, context.current().fast_path is None
+        return checker.results or checker.finite, context.current().fast_path is None
 
     assert run_ranks(2, body, timeout=30, knobs={"fast_lane": True}) == [(False, False)] * 2
     assert run_ranks(2, body, timeout=30, knobs={"fast_lane": True, **CHECKED}) == [(True, True)] * 2
