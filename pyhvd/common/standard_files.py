@@ -1,4 +1,4 @@
-"""stdin, stdout and stderr: filled where a process was started without them, and flushed before it ends."""
+"""stdin, stdout and stderr: filled where a process starts without them, flushed, and launchers' own lines."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def flush_standard_files() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+def say(text: str) -> None:
+    """Show a line of the launcher's own on stderr, after all that this process has written to stdout."""
+    with suppress(OSError):  # the reader is gone
+        sys.stdout.flush()
+    with suppress(OSError):
+        print(text.rstrip(), file=sys.stderr, flush=True)

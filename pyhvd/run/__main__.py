@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from pyhvd.common.standard_files import fill_standard_files
+from pyhvd.common.standard_files import fill_standard_files, say
 from pyhvd.job.mpi.rank_env import OTHER, RankEnv, find_rank_process, read_rank_env
 from pyhvd.run.cli import parse, usage_error, without_python
 from pyhvd.run.hosts.clusters.detection import explain_torchrun, find_rank, has_marks
@@ -32,8 +32,6 @@ def main() -> int:
         try:
             return _launch(options)
         except KeyboardInterrupt:  # before the launcher handles signals, or after
-            from pyhvd.job.driver.console import say
-
             say("pyhvd: ended by SIGINT")
             return 130
     if options.show_config:

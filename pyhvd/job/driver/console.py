@@ -16,12 +16,12 @@ import os
 import select
 import selectors
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from pyhvd.common.standard_files import say
 from pyhvd.job.connections import Peer
 from pyhvd.job.messages import INPUT_CREDIT, FromDriver, Input
 from pyhvd.job.process.signals import is_in_background, to_handle, wake_on_signals
@@ -50,14 +50,6 @@ class Console:
     say: Callable[[str], None]
     warn: Callable[[str], None]
     terminal: Terminal | None = None
-
-
-def say(text: str) -> None:
-    """Show a line of the launcher's own on stderr, after all that this process has written to stdout."""
-    with contextlib.suppress(OSError):  # the reader is gone
-        sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        print(text.rstrip(), file=sys.stderr, flush=True)
 
 
 class StatusLine:

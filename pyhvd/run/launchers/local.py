@@ -20,8 +20,8 @@ import time
 from dataclasses import dataclass, field
 from types import FrameType
 
+from pyhvd.common.standard_files import say
 from pyhvd.common.text import list_numbers
-from pyhvd.job.driver.console import say
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
