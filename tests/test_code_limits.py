@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pyhvd", "tests", "examples", "benchmarks", "scripts")
@@ -32,8 +31,24 @@ CYTHON = _sources(".pyx", ".pxi")
 ALL = _sources(".py", ".pyx", ".pxi", ".pxd", ".pyi", ".c", ".cu", ".h")
 
 
+def _findings(paths: Iterable[Path], find: Callable[[Path], Iterable[str]]) -> dict[str, list[str]]:
+    """Return by file what is found there; one test for all files, as each test costs more than its file."""
+    return {_name(path): found for path in paths if (found := list(find(path)))}
+
+
+@functools.cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _put_off(path: Path) -> Iterator[str]:
+    word = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
+    lines = path.read_text().splitlines()
+    yield from (f"line {number}: {line}" for number, line in enumerate(lines, 1) if word.search(line))
+
+
 def _long_functions(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             length = node.end_lineno - node.lineno + 1
             if length > LONGEST_FUNCTION:
@@ -42,7 +57,7 @@ def _long_functions(path: Path) -> Iterator[str]:
 
 def _wide_functions(path: Path) -> Iterator[str]:
     """Count keyword-only arguments too; not the object or class of a method."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             if sum(each.arg not in ("self", "cls") for each in given) > MOST_ARGUMENTS:
@@ -51,7 +66,7 @@ def _wide_functions(path: Path) -> Iterator[str]:
 
 def _late_decoders(path: Path) -> Iterator[str]:
     """Yield the calls in functions by which msgspec looks at a class: Decoder(T), decode(data, type=T)."""
-    functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    functions = (node for node in ast.walk(_parse(path)) if isinstance(node, ast.FunctionDef))
     for node in (node for function in functions for node in ast.walk(function)):
         if isinstance(node, ast.Call):
             kind = re.fullmatch(r"msgspec\.\w+\.(decode|Decoder)", ast.unparse(node.func))
@@ -81,7 +96,7 @@ def test_a_class_name_means_one_thing() -> None:
     named: dict[str, set[str]] = {}
     for path in PYTHON:
         if path.is_relative_to(ROOT / "pyhvd"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(_parse(path)):
                 if isinstance(node, ast.ClassDef):
                     named.setdefault(node.name.lstrip("_"), set()).add(_name(path))
     assert {name for name, paths in named.items() if len(paths) > 1} == DOUBLED
@@ -119,21 +134,19 @@ def _long_cython_functions(path: Path) -> Iterator[str]:
             yield f"{line.strip()}, line {number + 1}: {last - number + 1} lines"
 
 
-@pytest.mark.parametrize("path", ALL, ids=_name)
-def test_file_is_finished(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    put_off = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
-    assert [f"line {i}: {line}" for i, line in enumerate(lines, 1) if put_off.search(line)] == []
+def test_files_are_finished() -> None:
+    assert len(ALL) > 1000
+    assert _findings(ALL, _put_off) == {}
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=_name)
-def test_functions_are_short(path: Path) -> None:
-    assert list(_long_functions(path)) == []
+def test_functions_are_short() -> None:
+    assert _findings(PYTHON, _long_functions) == {}
+    assert _findings(C, _long_c_functions) == {}
+    assert _findings(CYTHON, _long_cython_functions) == {}
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=_name)
-def test_functions_have_few_arguments(path: Path) -> None:
-    assert list(_wide_functions(path)) == WIDE.get(_name(path), [])
+def test_functions_have_few_arguments() -> None:
+    assert _findings(PYTHON, _wide_functions) == WIDE
 
 
 # Their threads may decode the first message of a kind at the same time; other packages have one thread.
@@ -143,18 +156,8 @@ OF_RANKS = ("api", "backends", "devices", "elastic", "engine", "negotiation", "t
 def test_decoders_are_made_when_a_module_is_imported() -> None:
     """Where several threads are the first to decode a class, msgspec 0.22 may crash the process."""
     paths = [path for path in PYTHON if path.relative_to(ROOT).parts[1] in OF_RANKS]
-    late = {_name(path): calls for path in paths if (calls := list(_late_decoders(path)))}
-    assert (len(paths) > 50, late) == (True, {})
-
-
-@pytest.mark.parametrize("path", C, ids=_name)
-def test_c_functions_are_short(path: Path) -> None:
-    assert list(_long_c_functions(path)) == []
-
-
-@pytest.mark.parametrize("path", CYTHON, ids=_name)
-def test_cython_functions_are_short(path: Path) -> None:
-    assert list(_long_cython_functions(path)) == []
+    assert len(paths) > 50
+    assert _findings(paths, _late_decoders) == {}
 
 
 def test_wide_functions_are_found(tmp_path: Path) -> None:
@@ -174,28 +177,39 @@ def test_long_functions_are_found(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("path", [path for path in C if path.parts[-5:-2] == NATIVE], ids=_name)
-def test_c_file_names_its_contract(path: Path) -> None:
+SOURCES = [path for path in C if path.parts[-5:-2] == NATIVE]
+
+
+def test_c_files_name_their_contracts() -> None:
     """The first comment of a .c file names the header that states its invariants."""
-    first = path.read_text().split("*/")[0]
-    assert first.startswith("/*")
-    if path.suffix == ".c":
-        header = re.search(r"([\w/]+\.h) states", first)
-        assert header is not None
-        assert any((folder / header.group(1)).exists() for folder in (path.parent, ROOT.joinpath(*NATIVE)))
+    assert len(SOURCES) > 30
+    for path in SOURCES:
+        first = path.read_text().split("*/")[0]
+        assert first.startswith("/*"), path
+        if path.suffix == ".c":
+            header = re.search(r"([\w/]+\.h) states", first)
+            assert header is not None, path
+            assert any((folder / header[1]).exists() for folder in (path.parent, ROOT.joinpath(*NATIVE))), (
+                path
+            )
 
 
 FLOORS = ("common", "kernels", "links", "exchange", "window", "agreement", "fast_path")
 """The folders of native/src: a file includes files of its own folder, and of those before it."""
 
 
-@pytest.mark.parametrize("path", [path for path in C if path.parts[-5:-2] == NATIVE], ids=_name)
-def test_c_includes_run_downwards(path: Path) -> None:
+def _upward_includes(path: Path) -> Iterator[str]:
     floor = FLOORS.index(path.parent.name)
     included = re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
-    assert [folder for folder in included if FLOORS.index(folder) > floor] == []
+    yield from (folder for folder in included if FLOORS.index(folder) > floor)
 
 
-@pytest.mark.parametrize("path", [path for path in PYTHON if path.read_text().strip()], ids=_name)
-def test_module_says_what_it_owns(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "no module docstring"
+def test_c_includes_run_downwards() -> None:
+    assert _findings(SOURCES, _upward_includes) == {}
+
+
+def test_modules_say_what_they_own() -> None:
+    silent = [
+        _name(path) for path in PYTHON if not ast.get_docstring(_parse(path)) and path.read_text().strip()
+    ]
+    assert silent == []
