@@ -135,7 +135,7 @@ def _long_cython_functions(path: Path) -> Iterator[str]:
 
 
 def test_files_are_finished() -> None:
-    assert len(ALL) > 1000
+    assert len(ALL) > 800
     assert _findings(ALL, _put_off) == {}
 
 
@@ -189,9 +189,8 @@ def test_c_files_name_their_contracts() -> None:
         if path.suffix == ".c":
             header = re.search(r"([\w/]+\.h) states", first)
             assert header is not None, path
-            assert any((folder / header[1]).exists() for folder in (path.parent, ROOT.joinpath(*NATIVE))), (
-                path
-            )
+            folders = (path.parent, ROOT.joinpath(*NATIVE))
+            assert any((folder / header[1]).exists() for folder in folders), path
 
 
 FLOORS = ("common", "kernels", "links", "exchange", "window", "agreement", "fast_path")

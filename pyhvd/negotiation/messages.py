@@ -24,7 +24,7 @@ from pyhvd.common.stacks import ThreadStack
 from pyhvd.dtypes import BY_CODE, INTEGERS, ReduceOp, ReduceSpec
 from pyhvd.errors import InternalError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 GLOBAL_SET = 0
 
 UNNAMED = "noname"

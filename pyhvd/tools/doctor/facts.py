@@ -236,7 +236,7 @@ def _window_bytes() -> tuple[int, int]:
 
 
 def _processor() -> str:
-    found = re.search(r"^(?:model name|Model)\s*:\s*(.*)", read_or_empty(Path("/proc/cpuinfo")), re.M)
+    found = re.search(r"^(?:model name|Model)\s*:[ \t]*(.*)", read_or_empty(Path("/proc/cpuinfo")), re.M)
     return found[1].strip() if found else platform.processor()
 
 
