@@ -79,9 +79,9 @@ def _patience(context: Any, unknown_s: float) -> float:
         return math.inf
     if context.master.startswith(("spark://", "local-cluster")):
         return unknown_s
-    expected = int(conf.get("spark.executor.instances", "0"))
+    expected = int(conf.get("spark.executor.instances", "2"))  # Spark's own default
     executors = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # one is the driver
-    return 0.0 if 0 < expected <= executors else math.inf
+    return 0.0 if executors >= expected else math.inf
 
 
 def wait_for_slots(count: Callable[[], int], timeout: float, *, dynamic: bool) -> int:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import signal
 
 from pyhvd.job.process.rank_line import CRASH
 
-# faulthandler's lines begin with the innermost frame.
+# What faulthandler calls the signals, and the frames of the thread that crashed, if that is one of Python's.
+_CALLED: dict[int, bytes] = {
+    signal.SIGSEGV: b"Segmentation fault",
+    signal.SIGABRT: b"Aborted",
+    signal.SIGBUS: b"Bus error",
+    signal.SIGFPE: b"Floating",
+    signal.SIGILL: b"Illegal instruction",
+}
+_STACK = re.compile(rb"^(?:Current thread 0x|Stack )[^\n]*\n((?:  [^\n]*\n?)*)", re.MULTILINE)
+# They begin with the innermost one.
 _FRAME = re.compile(rb'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # UCX: "[host:4711 :0:4711] Caught signal 11 (Segmentation fault: ...)", with process and thread.
 # Open MPI: "[host:04711] Signal: Segmentation fault (11)", and maybe "[host:04711] Failing at address: 0x10".
@@ -37,14 +47,17 @@ def describe_crash(
     directory : str, optional
         Where the process began, if not here: names of files may be relative to it.
     """
-    frame = _find_frame(stack) or _find_frame(stderr)
+    frame = _find_frame(stack, number) or _find_frame(stderr, number)
     return "" if frame is None else _describe_frame(frame, directory), _quote_mpi(number, pid, stderr)
 
 
-def _find_frame(text: bytes) -> re.Match[bytes] | None:
-    """Return the innermost frame of the thread that crashed last."""
+def _find_frame(text: bytes, number: int) -> re.Match[bytes] | None:
+    """Return the innermost frame of the last thread that crashed, if it did so by this signal."""
     begin = text.rfind(CRASH)
-    return None if begin < 0 else _FRAME.search(text, max(begin, text.find(b"\nCurrent thread ", begin)))
+    if begin < 0 or not text.startswith(_CALLED.get(number, CRASH), begin + len(CRASH)):
+        return None
+    stack = _STACK.search(text, begin)
+    return None if stack is None else _FRAME.search(text, stack.start(1), stack.end(1))
 
 
 def _describe_frame(frame: re.Match[bytes], directory: str) -> str:

@@ -45,7 +45,7 @@ from pyhvd.run.options import Options
 
 # A failed rank ends the job itself; if the job still runs after this long, the launcher ends it.
 _FAILED_S = 1.5
-# A wait that ends this much later than it should was longer because this process was stopped.
+# The longest wait while ranks start; one that ends this much later was longer as this process was stopped.
 _STOOD_STILL_S = 1.0
 # After SIGTERM, mpiexec has this long to end.
 _MPIEXEC_S = 1.0
@@ -188,10 +188,12 @@ class _LocalJob:
         else:
             soonest = min(self._start_by, self._entrance.late_at)
         begin = time.monotonic()
-        timeout = math.inf if soonest == math.inf else max(0.0, soonest - begin) + 0.001
+        timeout = max(0.0, soonest - begin) + 0.001
+        if min(self._start_by, self._entrance.late_at) < math.inf:
+            timeout = min(timeout, _STOOD_STILL_S)  # so that it is known how long this process was stopped
         events = self._selector.select(None if timeout == math.inf else timeout)
         if (late := time.monotonic() - begin - timeout) > _STOOD_STILL_S:
-            # This process was stopped. What the ranks have told meanwhile waits, and is read first.
+            # This process was stopped, maybe with the ranks. What they have told meanwhile is read first.
             self._start_by += late + _STOOD_STILL_S
             self._entrance.late_at += late + _STOOD_STILL_S
             events = self._selector.select(0)

@@ -31,6 +31,8 @@ NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of accept() for want of something in this process or on its host."""
 # Between two attempts to connect.
 _AGAIN_S = 0.2
+# poll() takes no times of months; who waits for longer looks at the time again.
+_LONGEST_WAIT_S = 1e6
 # With more unsent bytes than this, sources of messages should pause.
 _FULL = 1 << 22
 
@@ -210,7 +212,7 @@ class Connection:
             events &= ~select.POLLOUT
         if events:
             poll.register(self, events)
-        poll.poll(None if timeout is None else timeout * 1000)
+        poll.poll(None if timeout is None else min(timeout, _LONGEST_WAIT_S) * 1000)
 
 
 def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE_S) -> Connection:

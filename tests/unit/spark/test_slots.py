@@ -36,6 +36,7 @@ def test_with_dynamic_allocation_none_would_come() -> None:
         ("yarn", {"spark.executor.instances": "3"}, 2, False),
         ("yarn", {"spark.executor.instances": "2"}, 2, True),
         ("yarn", {}, 0, False),
+        ("yarn", {}, 2, True),
     ],
 )
 def test_more_ranks_than_slots(

@@ -67,11 +67,19 @@ def test_the_line_is_named_where_the_program_has_enabled_faulthandler() -> None:
     )
     assert describe_crash(6, 1, b"", stderr) == ("at /nowhere/train.py:2 in step", "")
     assert describe_crash(6, 1, b"", stderr.partition(b"Fatal")[0]) == ("", "")
+    assert describe_crash(9, 1, b"", stderr) == ("", "")  # a child's, then
+    assert describe_crash(6, 1, b"", stderr.replace(b"Current thread", b"Thread")) == ("", "")  # in C alone
+    frame = b'  File "/nowhere/train.py", line 2 in step\n'
+    in_c = stderr.replace(frame, b"  <no Python frame>\n\nThread 0x3 (most recent call first):\n" + frame)
+    assert describe_crash(6, 1, b"", in_c) == ("", "")
 
 
 def test_the_source_is_the_present_one(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
-    stack = CRASH + f'x\n\nStack:\n  File "{program}", line 1 in f\n'.encode()
+    stack = (
+        CRASH
+        + f'Segmentation fault\n\nStack (most recent call first):\n  File "{program}", line 1 in f\n'.encode()
+    )
     for text in ("first()", "second_now()"):
         program.write_text(text)
         assert describe_crash(11, 1, stack, b"")[0].endswith(f": {text}")
