@@ -72,7 +72,7 @@ def _rank() -> int:
 # Ranks sleep this long until they are ended; a job that took less was ended by the harness.
 LONG_S = 300.0
 # Hanging ranks have this long to start and to reach the line where they hang.
-HANG_S = 10.0
+HANG_S = 8.0
 
 
 def _fail_on_rank_1() -> None:
@@ -112,6 +112,7 @@ def _hang() -> None:
     threading.Event().wait()  # hanging line of rank 1
 
 
+@pytest.mark.any_mpi
 def test_hang_shows_all_stacks_within_the_timeout() -> None:
     _check_stacks(run_function(2, _hang, timeout=HANG_S))
 
