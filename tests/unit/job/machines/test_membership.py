@@ -651,6 +651,14 @@ def test_a_result_with_bad_lines_or_without_hosts_takes_no_host_away(bad: bool) 
         assert job.said == ["pyhvd: host discovery: no host was found; the last good result holds"]
 
 
+def test_a_result_with_bad_lines_takes_no_single_host_away() -> None:
+    """The others would suffice."""
+    job = Job({"a": 1, "b": 1}, script=True)
+    for _ in range(20):
+        job.machine.discover([FoundHost("a", 1)], job.now, ["line 2, 'b x': expected b"])
+        assert job.tick(1.0) == []
+
+
 def test_a_script_that_fails_ends_the_job_only_at_first() -> None:
     job = Job(script=True)
     job.machine.discovery_failed("the script ended with code 1", 0.0)
