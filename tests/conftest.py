@@ -43,7 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     thinning.long = config.getoption("--long")
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("full" if thinning.full else "quick")
-    config.addinivalue_line("markers", "slow: takes long and finds little; runs with --full alone")
+    config.addinivalue_line(
+        "markers", "slow: takes long for what it finds; `make test` leaves it to `make test-rest`"
+    )
     config.addinivalue_line(
         "markers", "any_mpi: does the same under every MPI; without --full it runs under MPICH alone"
     )

@@ -88,6 +88,7 @@ def test_messages_for_a_busy_rank_are_found_when_it_is_back() -> None:
         assert all(handle.result()[0] == 2.0 for handle in handles)
 
 
+@pytest.mark.slow
 @pytest.mark.any_mpi
 @on_ranks(2)
 def test_a_busy_rank_is_not_given_up_when_another_shuts_down() -> None:

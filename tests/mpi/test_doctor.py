@@ -43,6 +43,7 @@ def test_facts_and_a_trial() -> None:
     assert ended.err == "", "progress is for terminals"
 
 
+@pytest.mark.slow
 @pytest.mark.any_mpi
 def test_json_and_a_trial_leaves_the_job_s_files_alone(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("t.json", "log.csv")]
@@ -173,6 +174,7 @@ def test_ranks_that_hang_are_named_with_what_they_did(tmp_path: Path) -> None:
     assert "When it ended: ranks 0-1 at 'ring test'" in text
 
 
+@pytest.mark.slow
 @pytest.mark.any_mpi
 def test_ranks_that_do_not_start_are_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(STUCK + "    time.sleep(600)\n")
@@ -206,6 +208,7 @@ def test_a_setting_that_breaks_init_is_a_problem_there_too() -> None:
     assert "Traceback" not in ended.out + ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.any_mpi
 def test_a_hang_under_mpiexec_ends_too(tmp_path: Path) -> None:
     hang = "    import numpy.random\n    numpy.random.default_rng = lambda *seed: time.sleep(600)\n"

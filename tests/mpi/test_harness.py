@@ -134,6 +134,7 @@ def _miss_finalize() -> None:
         time.sleep(LONG_S)
 
 
+@pytest.mark.slow
 @pytest.mark.any_mpi
 def test_hang_of_the_others_in_finalize_is_noticed() -> None:
     report = run_function(2, _miss_finalize, timeout=HANG_S)
@@ -207,6 +208,7 @@ def test_run_mpi_returns_code_and_output(tmp_path: Path) -> None:
     assert run.stdout.splitlines() == ["size 2"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.any_mpi
 def test_run_mpi_shows_stacks_of_a_hang(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -85,6 +85,7 @@ def test_what_passes_is_survived(tmp_path: Path, seed: int, lane: str) -> None:
     assert out == "right\n" * SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "lane", "spare"),
     [

@@ -50,6 +50,7 @@ def test_nobody_need_wait_for_a_tensor_to_end() -> None:
     _on(3, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [None, [0, 1]], ids=["one host", "two hosts"])
 def test_a_cache_of_any_capacity_is_used(hosts: list[int] | None) -> None:
     """More tensors than a log entry, or a message between hosts, can have."""
