@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -43,12 +42,3 @@ def runs(pid: int) -> bool:
 def state_of(pid: int) -> str:
     """Return the letter of a process's state, as in /proc."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def cost_of_a_sleep() -> float:
-    """Return the CPU seconds of a sleep: a machine that takes the pages of idle processes makes it dear."""
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    for _ in range(8):
-        time.sleep(0.2)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 8
