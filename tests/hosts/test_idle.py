@@ -31,15 +31,6 @@ def _used() -> tuple[float, float, int]:
     return time.monotonic(), used.ru_utime + used.ru_stime, used.ru_nvcsw
 
 
-def _cost_of_a_sleep() -> float:
-    """Return the CPU seconds of a sleep: a machine that takes the pages of idle processes makes it dear."""
-    _, before, _ = _used()
-    for _ in range(8):
-        time.sleep(0.2)
-    _, after, _ = _used()
-    return (after - before) / 8
-
-
 def _sleep_without_work(wakes_per_s: float) -> None:
     hvd.init()
     for _ in range(20):
@@ -50,8 +41,7 @@ def _sleep_without_work(wakes_per_s: float) -> None:
         time.sleep(WHILE_S)
         passed, cpu, wakes = (now - then for now, then in zip(_used(), before, strict=True))
         # What happens once a second happens up to n + 1 times in n seconds.
-        allowed = SHARE * passed + 4 * wakes * _cost_of_a_sleep()
-        slept = cpu < allowed and wakes < wakes_per_s * (passed + 1)
+        slept = cpu < SHARE * passed and wakes < wakes_per_s * (passed + 1)
         if hvd.allreduce(np.array(slept, np.int32), op=hvd.Min, name="slept"):
             break
     hvd.shutdown()
