@@ -5,18 +5,10 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import signal
 
-from pyhvd.job.process.rank_line import CRASH
+from pyhvd.job.process.rank_line import CALLED, CRASH
 
-# What faulthandler calls the signals, and the frames of the thread that crashed, if that is one of Python's.
-_CALLED: dict[int, bytes] = {
-    signal.SIGSEGV: b"Segmentation fault",
-    signal.SIGABRT: b"Aborted",
-    signal.SIGBUS: b"Bus error",
-    signal.SIGFPE: b"Floating",
-    signal.SIGILL: b"Illegal instruction",
-}
+# The frames of the thread that crashed, if that is one of Python's.
 _STACK = re.compile(rb"^(?:Current thread 0x|Stack )[^\n]*\n((?:  [^\n]*\n?)*)", re.MULTILINE)
 # They begin with the innermost one.
 _FRAME = re.compile(rb'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -54,7 +46,7 @@ def describe_crash(
 def _find_frame(text: bytes, number: int) -> re.Match[bytes] | None:
     """Return the innermost frame of the last thread that crashed, if it did so by this signal."""
     begin = text.rfind(CRASH)
-    if begin < 0 or not text.startswith(_CALLED.get(number, CRASH), begin + len(CRASH)):
+    if begin < 0 or not text.startswith(CALLED.get(number, CRASH), begin + len(CRASH)):
         return None
     stack = _STACK.search(text, begin)
     return None if stack is None else _FRAME.search(text, stack.start(1), stack.end(1))

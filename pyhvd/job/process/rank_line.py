@@ -46,6 +46,14 @@ EXIT_HANDLERS_S = 0.5
 """After reporting a failure, a rank that runs a program has this long for its exit handlers."""
 CRASH = b"Fatal Python error: "
 """The text of faulthandler begins so."""
+CALLED: dict[int, bytes] = {
+    signal.SIGSEGV: b"Segmentation fault",
+    signal.SIGABRT: b"Aborted",
+    signal.SIGBUS: b"Bus error",
+    signal.SIGFPE: b"Floating",
+    signal.SIGILL: b"Illegal instruction",
+}
+"""The signals that faulthandler catches, and how its names of them begin, which follow :data:`CRASH`."""
 MAX_LINE = 1 << 26
 """Most bytes of a line: a report has a text and a traceback, and an exception."""
 GOES_ON = "; the job goes on, as no start timeout was given that would end it"
@@ -102,7 +110,7 @@ def tell_crashes(fd: int) -> None:
     not know the address at fault if faulthandler passed the signal on; and a program that survives a signal
     has more to tell. A forked child writes nothing.
     """
-    if _is_caught(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+    if _is_caught(*CALLED):
         return
     import faulthandler
 
