@@ -8,8 +8,8 @@ Owns nothing: no memory, no state.
 3. Only calls that touch more than 32 KiB release the GIL. A shorter call ends before another thread could
    use the GIL, and to take it back can cost a switch interval (5 ms).
 4. The same input gives the same bits on every machine, as ``kernels.h`` states.
-5. The kernels themselves refuse codes that are unknown or do not go together; that is a ValueError. They do not
-   look at codes that they do not need, as where there are no elements.
+5. The kernels themselves refuse codes that are unknown or do not go together; that is a ValueError. They
+   do not look at codes that they do not need, as where there are no elements.
 """
 
 from libc.stdint cimport int64_t, uintptr_t
