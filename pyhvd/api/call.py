@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from hashlib import blake2b
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,9 @@ class Call:
         if source is not None:
             terms.update(dtype=int(source.info.code), shape=source.shape)
             terms.update(device=source.device, layout=source.layout)
+        if splits:
+            data = np.array(splits, np.int64).tobytes()
+            terms.update(splits=int.from_bytes(blake2b(data, digest_size=8).digest()))
         request = self._request(name, **terms)
         self._entries.append(TensorEntry(self.set_id, request, source, target, _not_submitted, splits))
 

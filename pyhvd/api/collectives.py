@@ -17,8 +17,7 @@ call raises :class:`~pyhvd.errors.RankFailedError` on the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyhvd.api.call import Call, OwnName, Reduction, adopt, check_rows, check_splits, refusing
@@ -28,9 +27,10 @@ from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.arrays import Array, TensorView
 from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import ReduceOp
+from pyhvd.engine import context
 from pyhvd.engine.context import current_holder, process_holder
-from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
-from pyhvd.negotiation.messages import JOIN_NAME, UNNAMED, RequestType
+from pyhvd.native.shared_memory import GROUPED, IN_PLACE, PAIRS, SCATTERS, WAITS, set_lookup, start, start_move
+from pyhvd.negotiation.messages import BARRIER_NAME, JOIN_NAME, RequestType
 from pyhvd.transport.arena import Arena
 
 Average = ReduceOp.AVERAGE
@@ -207,8 +207,7 @@ def grouped_allreduce_(
     return start(form, tensors, average, name, op, prescale_factor, postscale_factor, process_set).result()
 
 
-def _reduce(
-    kind: RequestType,
+def _reduce_by_message(
     form: int,
     tensors: Any,
     average: bool | None,
@@ -218,7 +217,8 @@ def _reduce(
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> Handle:
-    """Submit a reducing call, with the arguments as the user gave them."""
+    """Submit a reducing call, with the arguments as the user gave them; see :func:`start`."""
+    kind = RequestType.REDUCESCATTER if form & SCATTERS else RequestType.ALLREDUCE
     in_place = bool(form & IN_PLACE)
     with Call(kind, name, process_set, grouped=bool(form & GROUPED)) as call:
         members = call.members(tensors)
@@ -251,14 +251,7 @@ def _is_in_arena(call: Call, tensor: View) -> bool:
     return tensor.home is None and arena.holds(tensor.ptr)
 
 
-submit_allreduce = partial(_reduce, RequestType.ALLREDUCE)
-"""Submit an allreduce that the fast path does not take; :func:`start` calls this."""
-
-set_lookup(current_holder, process_holder, ProcessSet, global_process_set, submit_allreduce)
-
 # -- reducescatter -------------------------------------------------------------------------------------
-
-_reducescatter = partial(_reduce, RequestType.REDUCESCATTER)
 
 
 def reducescatter_async(
@@ -270,7 +263,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter; see :func:`reducescatter`."""
-    return _reducescatter(0, tensor, None, name, op, prescale_factor, postscale_factor, process_set)
+    return start(SCATTERS, tensor, None, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def reducescatter(
@@ -288,10 +281,13 @@ def reducescatter(
     be the same on every rank, with at least one dimension. ``op`` is Average or Sum; otherwise see
     :func:`allreduce`.
     """
-    with refusing(RequestType.REDUCESCATTER, name, process_set):
-        compressed, ctx = compress_one(compression, tensor)
-    handle = reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
-    return compression.decompress(handle.result(), ctx)
+    ctx: Any = None
+    if compression is not Compression.none:
+        with refusing(RequestType.REDUCESCATTER, name, process_set):
+            tensor, ctx = compress_one(compression, tensor)
+    form = SCATTERS | WAITS
+    result = start(form, tensor, None, name, op, prescale_factor, postscale_factor, process_set).result()
+    return result if compression is Compression.none else compression.decompress(result, ctx)
 
 
 def grouped_reducescatter_async(
@@ -303,7 +299,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter of several tensors as one unit; see :func:`grouped_reducescatter`."""
-    return _reducescatter(GROUPED, tensors, None, name, op, prescale_factor, postscale_factor, process_set)
+    form = GROUPED | SCATTERS
+    return start(form, tensors, None, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_reducescatter(
@@ -316,10 +313,14 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several tensors as one unit; list in, list out; see :func:`reducescatter`."""
-    with refusing(RequestType.REDUCESCATTER, name, process_set, grouped=True):
-        compressed, contexts = compress_all(compression, tensors)
-    handle = grouped_reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
-    return decompress_all(compression, handle.result(), contexts)
+    contexts: list[Any] = []
+    if compression is not Compression.none:
+        with refusing(RequestType.REDUCESCATTER, name, process_set, grouped=True):
+            tensors, contexts = compress_all(compression, tensors)
+    form = GROUPED | SCATTERS | WAITS
+    handle = start(form, tensors, None, name, op, prescale_factor, postscale_factor, process_set)
+    results: list[Any] = handle.result()
+    return results if compression is Compression.none else decompress_all(compression, results, contexts)
 
 
 # -- allgather -----------------------------------------------------------------------------------------
@@ -329,12 +330,17 @@ def submit_allgather(
     tensors: Any, name: str | None, process_set: ProcessSet, *, grouped: bool, with_rows: bool = False
 ) -> Handle:
     """Submit an allgather; ``with_rows``: each result is a pair of the output and each rank's rows."""
-    with Call(RequestType.ALLGATHER, name, process_set, grouped=grouped) as call:
+    form = GROUPED * grouped | PAIRS * with_rows
+    return start_move(RequestType.ALLGATHER, form, tensors, None, name, process_set)
+
+
+def _allgather(form: int, tensors: Any, _: None, name: str | None, process_set: ProcessSet) -> Handle:
+    with Call(RequestType.ALLGATHER, name, process_set, grouped=bool(form & GROUPED)) as call:
         for tensor in call.members(tensors):
             source = adopt(tensor)
             check_rows(source.shape, call.size)
             call.add(source, None)
-        return call.submit(alone=not with_rows)
+        return call.submit(alone=not form & PAIRS)
 
 
 def allgather_async(
@@ -350,7 +356,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
     Dimension 0 may differ between ranks, and may be 0. The other dimensions and the dtype must be the same.
     A tensor without dimensions raises UnsupportedShapeError.
     """
-    return allgather_async(tensor, name, process_set).result()
+    return start_move(RequestType.ALLGATHER, WAITS, tensor, None, name, process_set).result()
 
 
 def grouped_allgather_async(
@@ -364,16 +370,18 @@ def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Gather several tensors as one unit; list in, list out; see :func:`allgather`."""
-    result: list[Any] = grouped_allgather_async(tensors, name, process_set).result()
+    form = GROUPED | WAITS
+    result: list[Any] = start_move(
+        RequestType.ALLGATHER, form, tensors, None, name, process_set
+    ).result()
     return result
 
 
 # -- broadcast -----------------------------------------------------------------------------------------
 
 
-def _broadcast(
-    tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, *, inplace: bool
-) -> Handle:
+def _broadcast(form: int, tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Handle:
+    inplace = bool(form & IN_PLACE)
     with Call(RequestType.BROADCAST, name, process_set) as call:
         root = call.check_root(root_rank)
         source = adopt(tensor, writing=inplace, any_layout=True)
@@ -385,7 +393,7 @@ def broadcast_async(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start a broadcast; see :func:`broadcast`."""
-    return _broadcast(tensor, root_rank, name, process_set, inplace=False)
+    return start_move(RequestType.BROADCAST, 0, tensor, root_rank, name, process_set)
 
 
 def broadcast(
@@ -404,21 +412,22 @@ def broadcast(
     process_set : ProcessSet
         The ranks that take part.
     """
-    return broadcast_async(tensor, root_rank, name, process_set).result()
+    return start_move(RequestType.BROADCAST, WAITS, tensor, root_rank, name, process_set).result()
 
 
 def broadcast_async_(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start an in-place broadcast; see :func:`broadcast_`."""
-    return _broadcast(tensor, root_rank, name, process_set, inplace=True)
+    return start_move(RequestType.BROADCAST, IN_PLACE, tensor, root_rank, name, process_set)
 
 
 def broadcast_(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Overwrite the tensor with the root's, and return it; see :func:`broadcast`."""
-    return broadcast_async_(tensor, root_rank, name, process_set).result()
+    form = IN_PLACE | WAITS
+    return start_move(RequestType.BROADCAST, form, tensor, root_rank, name, process_set).result()
 
 
 # -- alltoall ------------------------------------------------------------------------------------------
@@ -431,12 +440,16 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an alltoall; its result is always the pair (output, received splits); see :func:`alltoall`."""
+    return start_move(RequestType.ALLTOALL, 0, tensor, splits, name, process_set)
+
+
+def _alltoall(_: int, tensor: Any, splits: Splits, name: str | None, process_set: ProcessSet) -> Handle:
     with Call(RequestType.ALLTOALL, name, process_set) as call:
         source = adopt(tensor)
         rows = check_splits(splits, source.shape, call.size)
         if source.shape[0] > sum(rows):
             source = source.first_rows(sum(rows))
-        call.add(source, None, splits=tuple(rows))
+        call.add(source, None, tuple(rows))
         return call.submit()
 
 
@@ -472,7 +485,8 @@ def alltoall(
     ValueError
         The splits are not ints, are negative, are not one per rank, or sum to more than the rows.
     """
-    output, received = alltoall_async(tensor, splits, name, process_set).result()
+    handle = start_move(RequestType.ALLTOALL, WAITS, tensor, splits, name, process_set)
+    output, received = handle.result()
     return output if splits is None else (output, received)
 
 
@@ -502,7 +516,34 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: the de
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
-    with Call(RequestType.BARRIER, None, process_set, prefix=f"barrier.{UNNAMED}") as call:
+    with context.current().turn(process_set) as turn:
+        turn.handle = start_move(RequestType.BARRIER, WAITS, None, None, BARRIER_NAME, process_set)
+        turn.handle.result()
+
+
+def _barrier(_: int, __: None, ___: None, name: str, process_set: ProcessSet) -> Handle:
+    with Call(RequestType.BARRIER, OwnName(name), process_set) as call:
         call.add(None, None)
-        handle = call.submit()
-    handle.result()
+        return call.submit()
+
+
+# -- the fast path -------------------------------------------------------------------------------------
+
+_BY_MESSAGE: dict[RequestType, Callable[..., Handle]] = {
+    RequestType.ALLGATHER: _allgather,
+    RequestType.BROADCAST: _broadcast,
+    RequestType.ALLTOALL: _alltoall,
+    RequestType.BARRIER: _barrier,
+}
+
+
+def _move_by_message(
+    verb: int, form: int, tensors: Any, term: Any, name: str | None, process_set: ProcessSet
+) -> Handle:
+    """Submit a call that reduces nothing, with the arguments as the user gave them; see :func:`start_move`."""
+    return _BY_MESSAGE[RequestType(verb)](form, tensors, term, name, process_set)
+
+
+set_lookup(
+    current_holder, process_holder, ProcessSet, global_process_set, _reduce_by_message, _move_by_message
+)

@@ -258,6 +258,12 @@ class HostBackend:
         self.fabric.alltoallv(sent.view(np.uint8), words, received.view(np.uint8), words)
         return [int(count) for count in received]
 
+    def gather_counts(self, counts: Sequence[int]) -> Addresses:
+        """Return, in row r, the counts of rank r."""
+        table = np.empty((self.size, self.size), np.int64)
+        self.fabric.allgather(np.array(counts, np.int64).view(np.uint8), table.reshape(-1).view(np.uint8))
+        return table
+
     def alltoall(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send the r-th block of ``send`` to rank r; counts are bytes, and may differ."""
         self.fabric.exchange(send, send_counts, recv, recv_counts)

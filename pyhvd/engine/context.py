@@ -42,7 +42,7 @@ from pyhvd.engine.fast_path import FastPathBell, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.job.mpi.rank_env import read_generation
-from pyhvd.native.shared_memory import FastPathHolder, count_rank_threads
+from pyhvd.native.shared_memory import FastPathHolder, Handle, count_rank_threads
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
@@ -58,6 +58,33 @@ from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.world import World
 
 Ranks = tuple[int, ...]
+
+
+class Turn:
+    """Context manager by which the threads of a rank make calls of one name, one after the other.
+
+    Attributes
+    ----------
+    handle : Handle or None
+        The last call's. If its wait was interrupted, the next thread waits until it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Handle | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Turn:
+        self._lock.acquire()
+        try:
+            if self.handle is not None:
+                self.handle.wait()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
 
 
 class Counts(dict[str, int]):
@@ -175,6 +202,7 @@ class Context:
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
         self._counts: dict[int, Counts] = {}
+        self._turns: dict[int, Turn] = {}
         self._lock = threading.Lock()
         self.hooks = Instruments()
         self.warned_of_memory = False
@@ -304,6 +332,12 @@ class Context:
                 return kept
             number = counts[prefix] = counts.get(prefix, -1) + 1
             return f"{prefix}.{number}", counts
+
+    def turn(self, process_set: Any) -> Turn:
+        """Return the turn of a process set's barriers; errors as :meth:`members_of`."""
+        set_id, _ = self.members_of(process_set)
+        with self._lock:
+            return self._turns.setdefault(set_id, Turn())
 
     def members_of(self, process_set: Any) -> tuple[int, Ranks]:
         """Return the id and the members of a process set that this rank may use.

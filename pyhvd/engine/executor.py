@@ -249,7 +249,7 @@ class Executor:
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
         with self.hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
-            received = backend.exchange_counts(entry.splits)
+            received = self._exchange_splits(backend, response, entry.splits)
         outputs = self._allocate(backend, batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
@@ -264,6 +264,17 @@ class Executor:
                 entry.done(None, error)
                 return
         entry.done((outputs[0].result, as_splits(received)), None)
+
+    def _exchange_splits(
+        self, backend: HostBackend, response: Response, splits: Sequence[int]
+    ) -> Sequence[int]:
+        """Return the rows from each rank."""
+        if self.fast_path is None or not self.fast_path.wants_splits(response):
+            return backend.exchange_counts(splits)
+        table = backend.gather_counts(splits)
+        self.fast_path.learn_splits(response, table)
+        received: list[int] = table[:, backend.rank].tolist()
+        return received
 
     def _allocate(
         self, backend: HostBackend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]

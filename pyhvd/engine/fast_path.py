@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from pyhvd.config import Config
 from pyhvd.controller import Worker
 from pyhvd.devices.array_libraries import adopt
 from pyhvd.dtypes import lookup
+from pyhvd.engine.plans import make_plan
 from pyhvd.errors import UnsupportedDtypeError
 from pyhvd.native.shared_memory import MAX_SLOTS, CachedCall, FastPath, ready_table_bytes
+from pyhvd.negotiation.delegation import is_delegated
 from pyhvd.negotiation.messages import (
-    HOST,
     Request,
     RequestType,
     Response,
@@ -37,6 +39,7 @@ from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
 from pyhvd.transport.fabric import Aborted, Fabric, allgather_bytes
 from pyhvd.transport.hosts import HostsFabric
+from pyhvd.transport.moves import Ints
 from pyhvd.transport.shm import OpenWindow, Segment
 
 _log = logging.getLogger("pyhvd")
@@ -170,12 +173,13 @@ class FastPathAdapter:
         self._held: list[tuple[int, Request]] = []
         self._to_recall: dict[int, bytes] = {}
         self._recalled: set[CachedCall] = set()  # for what is held back
+        self._splits: dict[tuple[int, int], Ints] = {}  # of the alltoalls of this response list, by set and slot
         if arena is not None:
             fast_path.know_arena(arena.start, arena.nbytes)
         fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
     def open_set(self, set_id: int, backend: HostBackend) -> None:
-        """Let a process set's allreduces use the fast path, if its ranks can agree there."""
+        """Let a process set's calls use the fast path, if its ranks can agree there."""
         ranks = self._worker.sets[set_id]
         if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
             backend.fabric.follow(self._fabric, self.path)
@@ -310,12 +314,33 @@ class FastPathAdapter:
                 continue
             own = self._worker.request_of(set_id, slot)
             # With a small cache a list may reassign a slot several times: the last one counts.
-            on_host = own.device == HOST
-            if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
-                spec = own.reduce_spec(len(self._worker.sets[set_id]))
-                self.path.install(
-                    set_id, slot, own, response.version, spec.op, spec.postscale, response.direct
-                )
+            if is_delegated(own, across=self.across) and own.name == response.request.name:
+                self._remember(own, response)
+        self._splits.clear()
+
+    def _remember(self, own: Request, response: Response) -> None:
+        set_id, slot = response.process_set, response.slot
+        members = self._worker.sets[set_id]
+        plan = make_plan(
+            own, members.index(self._worker.rank), members, response.dims, self._splits.get((set_id, slot))
+        )
+        op, postscale = -1, 1.0
+        if own.op >= 0:
+            spec = own.reduce_spec(len(members))
+            op, postscale = spec.op, spec.postscale
+        self.path.install(set_id, slot, own, response.version, op, postscale, response.direct, plan)
+
+    def wants_splits(self, response: Response) -> bool:
+        """Return whether every rank needs all ranks' splits of an alltoall, to remember it."""
+        return (
+            0 <= response.slot < self.path.slots
+            and self.path.has_set(response.process_set)
+            and is_delegated(response.request, across=self.across)
+        )
+
+    def learn_splits(self, response: Response, splits: Ints) -> None:
+        """Keep all ranks' splits of an alltoall until it is installed; see :func:`make_plan`."""
+        self._splits[response.process_set, response.slot] = splits
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:
@@ -341,21 +366,22 @@ class FastPathAdapter:
             return False, []
         posted, tensors = taken
 
-        def done(_: Any, error: BaseException | None) -> None:
+        def done(k: int, result: Any, error: BaseException | None) -> None:
             if error is not None:
                 self._meter.failed(type(error).__name__)
-            call.settle(error)
+            call.settle(k, result, error)
 
         return posted > 0, [
             TensorEntry(
                 call.set_id,
                 request,
-                adopt(source, any_layout=True),
-                adopt(target, any_layout=True),
-                done,
-                announced_ns=posted,
+                None if source is None else adopt(source, any_layout=True),
+                None if target is None else adopt(target, any_layout=True),
+                partial(done, k),
+                splits,
+                posted,
             )
-            for request, source, target in tensors
+            for k, (request, source, target, splits) in enumerate(tensors)
         ]
 
 

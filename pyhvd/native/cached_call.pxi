@@ -1,4 +1,13 @@
-# CachedCall and CachedTensor: the allreduces that the ranks remember; a part of shared_memory.pyx.
+# CachedCall and CachedTensor: the calls that the ranks remember; a part of shared_memory.pyx.
+
+cpdef enum:  # of these verbs; the codes are those of pyhvd.negotiation.messages.RequestType
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    BROADCAST = 2
+    ALLTOALL = 5
+    BARRIER = 6
+    REDUCESCATTER = 7
+
 
 cdef struct ArrayLayout:
     # The array that suits a cached tensor. A call's layouts lie side by side in memory, as a thousand objects
@@ -14,12 +23,20 @@ cdef struct ArrayLayout:
 
 
 cdef class CachedTensor:
-    """One tensor of a cached call, as it was cached."""
+    """One tensor of a cached call, as it was cached; ``plan`` is a :class:`pyhvd.engine.plans.Plan`."""
 
     cdef readonly object request
     cdef readonly uint32_t slot
     cdef readonly uint64_t version
     cdef readonly CachedCall call
+    cdef readonly object plan
+    cdef int verb
+    cdef pyhvd_local_move move
+    cdef const int64_t* portions  # NULL: none
+    # They keep alive what `move` and `portions` point to.
+    cdef const int64_t[:, ::1] source_parts
+    cdef const int64_t[:, ::1] target_parts
+    cdef const int64_t[::1] portion_starts
     cdef object dtype
     cdef double prescale
     cdef double postscale
@@ -29,14 +46,17 @@ cdef class CachedTensor:
     cdef bint in_arena
     cdef str layout
     cdef cnp.npy_intp dims[32]
+    cdef cnp.npy_intp result_dims[32]
     cdef int64_t strides[32]  # of a tensor, in elements
 
-    def __cinit__(self, request, uint32_t slot, uint64_t version):
+    def __cinit__(self, request, uint32_t slot, uint64_t version, plan):
         cdef Py_ssize_t d
         cdef int64_t step = 1
         self.request = request
         self.slot = slot
         self.version = version
+        self.plan = plan
+        self.verb = request.type
         self.op = request.op
         self.prescale = request.prescale
         self.postscale = request.postscale
@@ -45,11 +65,60 @@ cdef class CachedTensor:
         self.in_arena = request.window
         self.layout = request.layout
         for d, length in enumerate(request.shape):
-            self.dims[d] = length
+            self.dims[d] = self.result_dims[d] = length
+        if plan.rows >= 0:
+            self.result_dims[0] = plan.rows
         in_memory = list(map(int, self.layout.split(","))) if self.layout else list(range(self.ndim))
         for d in reversed(in_memory):
             self.strides[d] = step
             step *= self.dims[d]
+        if plan.move is not None:
+            self._lay_out(plan.move)
+        elif plan.portions is not None:
+            self.portion_starts = plan.portions
+            self.portions = &self.portion_starts[0]
+
+    cdef int _lay_out(self, move) except -1:
+        self.source_parts, self.target_parts = move.sources, move.targets
+        self.move.source_count = <size_t>self.source_parts.shape[0]
+        self.move.target_count = <size_t>self.target_parts.shape[0]
+        if self.move.source_count:
+            self.move.sources = <const pyhvd_part*>&self.source_parts[0, 0]
+        if self.move.target_count:
+            self.move.targets = <const pyhvd_part*>&self.target_parts[0, 0]
+        self.move.own_from, self.move.own_to, self.move.own_bytes = move.own
+        self.move.longest = move.longest
+        return 0
+
+    cdef void describe(self, pyhvd_cached_tensor* cached) noexcept:
+        """Tell the engine what to do with the tensor."""
+        cached.verb = self.verb
+        cached.move = &self.move if self.plan.move is not None else NULL
+        cached.portions = self.portions
+
+    cdef bint is_sized(self) noexcept:
+        """Return whether the size of its result depends on the other ranks."""
+        return self.verb == ALLGATHER or self.verb == ALLTOALL
+
+    cdef object with_rows(self, object result, bint pairs):
+        """Return what the caller gets for a result: with ``pairs``, also the rows from each rank."""
+        if self.verb == ALLTOALL:
+            return result, self.plan.beside.copy()
+        return (result, self.plan.beside) if pairs else result
+
+    cdef bint same_term(self, object term) except -1:
+        """Return whether a call has the root or the splits of the cached one; None for other verbs."""
+        if self.verb == BROADCAST:
+            return type(term) is int and term == self.request.root
+        if self.verb != ALLTOALL:
+            return True
+        if term is None:
+            return self.plan.even
+        if type(term) is list or type(term) is tuple:
+            return tuple(term) == self.plan.splits and all([type(each) is int for each in term])
+        return isinstance(term, cnp.ndarray) and term.dtype.kind in "iu" and (
+            tuple(term.tolist()) == self.plan.splits
+        )
 
     cdef void renew(self, uint64_t version) noexcept:
         """Mark it under another version from now on: another rank's request has changed, this rank's has not.
@@ -158,7 +227,7 @@ cdef class CachedCall:
             layout.ndim = tensor.ndim
             layout.permuted = tensor.layout != ""
             layout.in_arena = tensor.in_arena
-            layout.unscaled = tensor.prescale == 1.0
+            layout.unscaled = tensor.verb == ALLREDUCE and tensor.prescale == 1.0
             self.c.slots.ids[index] = tensor.slot
             self.c.slots.versions[index] = tensor.version
             cached = &self.path.c.setup.sets[self.set_id].tensors[tensor.slot]
@@ -229,7 +298,7 @@ cdef class CachedCall:
         cdef object result
         if PyArray_CheckExact(tensor):
             Py_INCREF(cached.dtype)  # PyArray_Empty steals a reference
-            result = PyArray_Empty(cached.ndim, cached.dims, <void*>cached.dtype, 0)
+            result = PyArray_Empty(cached.ndim, cached.result_dims, <void*>cached.dtype, 0)
             address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
             return result
         return (<TensorType>_tensor_types[type(<object>tensor)]).empty_like(cached, tensor, address)
@@ -268,9 +337,9 @@ cdef class CachedCall:
 
         Returns
         -------
-        (int, list of (request, source, target)), or None
-            When (monotonic ns) the ready table got its marks, 0 if it did not; and its tensors. None if it is
-            not in flight, or was taken before.
+        (int, list of (request, source, target, splits)), or None
+            When (monotonic ns) the ready table got its marks, 0 if it did not; and its tensors. A target is
+            None if the size of the result may change. None if it is not in flight, or was taken before.
         """
         cdef Handle handle = None
         cdef int was
@@ -284,15 +353,25 @@ cdef class CachedCall:
             return None
         sources = handle.source if self.grouped else [handle.source]
         targets = handle.target if self.grouped else [handle.target]
+        if self.first.is_sized():
+            targets = [None] * len(sources)
         requests = [tensor.request for tensor in self.tensors]
+        splits = [tensor.plan.splits for tensor in self.tensors]
         marked_ns = self.c.marked_ns if was == PYHVD_MARKED else 0
-        return marked_ns, list(zip(requests, sources, targets, strict=True))
+        return marked_ns, list(zip(requests, sources, targets, splits, strict=True))
 
-    def settle(self, error):
-        """End one tensor of the call, which was taken."""
+    def settle(self, Py_ssize_t k, result, error):
+        """End the k-th tensor of the call, which was taken; ``result`` counts if its size was not known."""
         cdef Handle handle = self.handle
-        if error is not None and handle is not None and handle.error is None:
-            handle.error = copy_error(error)
+        if error is not None:
+            if handle is not None and handle.error is None:
+                handle.error = copy_error(error)
+        elif handle is not None and self.first.is_sized():
+            made = result if handle.pairs or self.first.verb == ALLTOALL else result[0]
+            if self.grouped:
+                handle.target[k] = made
+            else:
+                handle.target = made
         with nogil:
             pyhvd_fast_path_settle(&self.path.c, &self.c)
         if self.retired:
@@ -311,7 +390,7 @@ cdef class CachedCall:
         pthread_mutex_unlock(&self.path.c.submissions.mutex)
         return 0
 
-    cdef Handle hold(self, object source, object target, const int64_t* addresses, bint ring):
+    cdef Handle hold(self, object source, object target, const int64_t* addresses, int form):
         """Submit it, with n addresses to read from and n to write to, by slot; None: it is in flight."""
         cdef FastPath path = self.path
         cdef Handle handle = Handle.__new__(Handle)
@@ -321,6 +400,7 @@ cdef class CachedCall:
         handle.call = self
         handle.source = source
         handle.target = target
+        handle.pairs = form & PAIRS
         pthread_mutex_lock(&path.c.submissions.mutex)
         if pyhvd_call_finished(&self.c, self.c.started) and not self.retired and not path.closed:
             memcpy(self.c.srcs, addresses, n * sizeof(int64_t))
@@ -340,6 +420,6 @@ cdef class CachedCall:
         if not held:
             handle.ended = True
             return None
-        if ring:
+        if not form & WAITS:
             pyhvd_fast_path_ring(&path.c)
         return handle

@@ -182,7 +182,7 @@ cdef class FastPath(ReadyTableEnd):
         self.arena_to = <int64_t>(start + nbytes)
 
     def open_set(self, int set_id, Window window, arenas):
-        """Serve a process set's allreduces through its window, given its ranks' arenas (addresses)."""
+        """Serve a process set's calls through its window, given its ranks' arenas (addresses)."""
         for q, start in enumerate(arenas):
             window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
         if not pyhvd_fast_path_open(&self.c, <uint32_t>set_id, &window.window):
@@ -203,7 +203,8 @@ cdef class FastPath(ReadyTableEnd):
         return self.get_set(set_id) is not None
 
     def install(
-        self, int set_id, uint32_t slot, request, uint64_t version, int op, double postscale, bint direct
+        self, int set_id, uint32_t slot, request, uint64_t version, int op, double postscale, bint direct,
+        plan
     ):
         """Remember the meaning of a slot.
 
@@ -221,6 +222,8 @@ cdef class FastPath(ReadyTableEnd):
             The kernels' factor.
         direct : bool
             Whether every rank's array is in its arena.
+        plan : Plan
+            What the ranks' sizes make of it.
         """
         cdef PathSet served = self.sets[set_id]
         cdef CachedTensor before = <CachedTensor>served.tensors.get(slot)
@@ -230,7 +233,7 @@ cdef class FastPath(ReadyTableEnd):
         cached.direct = direct
         if before is not None and before.call is not None:
             before.call.c.alike = PYHVD_UNKNOWN
-        if before is not None and before.request == request:
+        if before is not None and before.request == request and not before.is_sized():
             if before.call is None or not before.call.retired:
                 before.renew(version)
                 return
@@ -241,18 +244,22 @@ cdef class FastPath(ReadyTableEnd):
             cached.count *= length
         cached.prescale = request.prescale
         cached.postscale = postscale
-        cached.dtype = request.dtype
+        cached.dtype = max(request.dtype, 0)  # a barrier has no elements
         cached.op = op
-        tensor = CachedTensor(request, slot, version)
+        tensor = CachedTensor(request, slot, version, plan)
+        tensor.describe(cached)
         served.tensors[slot] = tensor
         served.enter(self, set_id, tensor)
 
     def retire(self, int set_id, uint32_t slot, request):
-        """Forget what a slot means, unless it means this request; return its call if that is in flight."""
+        """Forget what a slot means, unless it means this request; return its call if that is in flight.
+
+        A meaning that depends on the other ranks' sizes is always forgotten.
+        """
         cdef PathSet served = self.sets[set_id]
         cdef CachedTensor tensor = <CachedTensor>served.tensors.get(slot)
         cdef CachedCall call
-        if tensor is None or tensor.request == request:
+        if tensor is None or (tensor.request == request and not tensor.is_sized()):
             return None
         del served.tensors[slot]
         call = tensor.call

@@ -14,6 +14,7 @@ cdef class Handle:
     cdef uint64_t turn
     cdef bint ended
     cdef bint seen
+    cdef bint pairs  # whether each result of an allgather comes with the rows from each rank
     cdef object source
     cdef object target
     cdef object error  # never raised itself: its traceback would refer to frames that refer to this handle

@@ -152,6 +152,13 @@ cdef class ReadyTableEnd:
             "wait": read_histogram(&self.c.counters.waits),
         }
 
+    def verb_counts(self):
+        """Return (tensors, bytes) of each verb that was carried out here, by its code."""
+        cdef int k
+        cdef pyhvd_counters* counters = &self.c.counters
+        every = {k: (counters.verb_tensors[k], counters.verb_bytes[k]) for k in range(PYHVD_VERBS)}
+        return {code: counts for code, counts in every.items() if counts[0]}
+
     def host_counts(self):
         """Return, by host, (bytes sent, bytes received, tensors announced last, ns awaited); [] on one host.
 

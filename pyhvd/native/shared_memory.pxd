@@ -123,6 +123,16 @@ cdef extern from "window/window.h" nogil:
     ctypedef struct pyhvd_part:
         pass
 
+    ctypedef struct pyhvd_local_move:
+        const pyhvd_part* sources
+        const pyhvd_part* targets
+        size_t source_count
+        size_t target_count
+        int64_t own_from
+        int64_t own_to
+        int64_t own_bytes
+        int64_t longest
+
     ctypedef struct pyhvd_move:
         const pyhvd_part* sources
         const pyhvd_part* targets
@@ -344,6 +354,7 @@ cdef extern from "fast_path/progress.h" nogil:
     enum:
         PYHVD_NAP
         PYHVD_BUCKETS
+        PYHVD_VERBS
         PYHVD_MARKED
         PYHVD_TAKEN
         PYHVD_UNKNOWN
@@ -360,6 +371,8 @@ cdef extern from "fast_path/progress.h" nogil:
         uint32_t timed
         pyhvd_histogram tensors
         pyhvd_histogram bytes
+        uint64_t verb_tensors[8]
+        uint64_t verb_bytes[8]
         pyhvd_histogram negotiation
         pyhvd_histogram execution
         pyhvd_histogram waits
@@ -387,6 +400,9 @@ cdef extern from "fast_path/progress.h" nogil:
         int dtype
         int op
         int direct
+        int verb
+        const pyhvd_local_move* move
+        const int64_t* portions
 
     ctypedef struct pyhvd_path_set:
         pyhvd_cached_tensor* tensors

@@ -24,24 +24,27 @@ cdef object _current_holder = None
 cdef FastPathHolder _process_holder = None
 cdef object _set_class = None
 cdef object _global_set = None
-cdef object _by_message = None
+cdef object _reduce_by_message = None
+cdef object _move_by_message = None
 cdef int _rank_threads = 0
 
 cpdef enum:
     GROUPED = 1
     IN_PLACE = 2
     WAITS = 4
+    SCATTERS = 8
+    PAIRS = 16
 
 
-def set_lookup(current_holder, FastPathHolder process_holder, set_class, global_set, by_message):
-    """Tell :func:`start` how to find the caller's fast path and process set.
+def set_lookup(current_holder, FastPathHolder process_holder, set_class, global_set, reduce, move):
+    """Tell :func:`start` and :func:`start_move` how to find the caller's fast path and process set.
 
-    ``by_message`` submits the calls that cannot use the fast path.
+    ``reduce`` and ``move`` submit the calls that cannot use the fast path; they take the same arguments.
     """
-    global _current_holder, _process_holder, _set_class, _global_set, _by_message
+    global _current_holder, _process_holder, _set_class, _global_set, _reduce_by_message, _move_by_message
     _current_holder, _process_holder = current_holder, process_holder
     _set_class, _global_set = set_class, global_set
-    _by_message = by_message
+    _reduce_by_message, _move_by_message = reduce, move
 
 
 def count_rank_threads(int change):
@@ -51,13 +54,14 @@ def count_rank_threads(int change):
 
 
 def start(int form, tensors, average, name, op, prescale, postscale, process_set):
-    """Submit an allreduce: to the fast path if the call is cached, else by message.
+    """Submit an allreduce or a reducescatter: to the fast path if the call is cached, else by message.
 
     Parameters
     ----------
     form : int
-        Flags: GROUPED if ``tensors`` is a list, IN_PLACE if the results go into the tensors, and WAITS if the
-        caller waits at once. A caller that waits flushes and makes progress itself, so no thread is woken.
+        Flags: GROUPED if ``tensors`` is a list, IN_PLACE if the results go into the tensors, SCATTERS for a
+        reducescatter, and WAITS if the caller waits at once. A caller that waits flushes and makes progress
+        itself, so no thread is woken.
     tensors, average, name, op, prescale, postscale, process_set
         The user's arguments.
 
@@ -66,26 +70,56 @@ def start(int form, tensors, average, name, op, prescale, postscale, process_set
     Handle
         The call's handle.
     """
-    cdef object handle = _submit_cached(form, tensors, average, name, op, prescale, postscale, process_set)
+    cdef object handle = None
+    cdef CachedCall call = None
+    if average is None:
+        call = find_call(REDUCESCATTER if form & SCATTERS else ALLREDUCE, form, tensors, name, process_set)
+    if call is not None and call.first.same_terms(op, prescale, postscale):
+        handle = submit_cached(call, tensors, form)
     if handle is None:
-        return _by_message(form, tensors, average, name, op, prescale, postscale, process_set)
+        return _reduce_by_message(form, tensors, average, name, op, prescale, postscale, process_set)
     return handle
 
 
-cdef object _submit_cached(
-    int form, object tensors, object average, object name, object op, object prescale, object postscale,
-    object process_set
-):
-    """Submit a cached call to the fast path; return None if the call must go by message."""
+def start_move(int verb, int form, tensors, term, name, process_set):
+    """Submit a call that reduces nothing: to the fast path if the call is cached, else by message.
+
+    Parameters
+    ----------
+    verb : int
+        ALLGATHER, BROADCAST, ALLTOALL or BARRIER.
+    form : int
+        Flags as for :func:`start`; PAIRS if each result of an allgather comes with the rows from each rank.
+    tensors
+        The user's tensor or tensors; None for a barrier.
+    term
+        The root of a broadcast, the splits of an alltoall, else None.
+    name, process_set
+        The user's arguments.
+
+    Returns
+    -------
+    Handle
+        The call's handle.
+    """
+    cdef object handle = None
+    cdef CachedCall call = find_call(verb, form, tensors, name, process_set)
+    if call is not None and call.first.same_term(term):
+        handle = submit_cached(call, tensors, form)
+    if handle is None:
+        return _move_by_message(verb, form, tensors, term, name, process_set)
+    return handle
+
+
+cdef CachedCall find_call(int verb, int form, object tensors, object name, object process_set):
+    """Return the cached call of these arguments; None if the call must go by message."""
     cdef FastPathHolder holder = _process_holder if _rank_threads == 0 else _current_holder()
     cdef FastPath path = holder.get()
     cdef object set_id = 0
     cdef bint grouped = form & GROUPED
-    cdef bint inplace = form & IN_PLACE
-    cdef bint ring = not form & WAITS
     cdef PathSet served
     cdef CachedCall call = None
-    if path is None or average is not None:
+    if path is None:
         return None
     if process_set is not _global_set:
         if not isinstance(process_set, _set_class):
@@ -104,19 +138,26 @@ cdef object _submit_cached(
         call = <CachedCall>served.calls.get(name)
     elif isinstance(tensors, (list, tuple)):
         call = <CachedCall>served.groups.get((name, len(tensors)))
-    if call is None or call.grouped != grouped:
+    if call is None or call.grouped != grouped or call.first.verb != verb:
         return None
     if (path.entries or path.refusals) and not path.is_free(call):
         return None
-    if not call.first.same_terms(op, prescale, postscale):
-        return None
-    if grouped:
-        return submit_group(call, tensors, inplace, ring)
-    return submit_one(call, tensors, inplace, ring)
+    return call
 
 
-cdef Handle submit_one(CachedCall call, object tensor, bint inplace, bint ring):
+cdef Handle submit_cached(CachedCall call, object tensors, int form):
+    cdef int64_t[2] nothing
+    if call.first.verb == BARRIER:
+        nothing[0] = nothing[1] = 0
+        return call.hold(None, None, nothing, form)
+    if form & GROUPED:
+        return submit_group(call, tensors, form)
+    return submit_one(call, tensors, form)
+
+
+cdef Handle submit_one(CachedCall call, object tensor, int form):
     cdef object target = tensor
+    cdef bint inplace = form & IN_PLACE
     cdef int64_t[2] addresses
     if not call.suits(0, <PyObject*>tensor, inplace, &addresses[0]):
         return None
@@ -125,13 +166,17 @@ cdef Handle submit_one(CachedCall call, object tensor, bint inplace, bint ring):
         target = call.empty_like(0, <PyObject*>tensor, &addresses[1])
         if target is None:
             return None
+        if call.first.is_sized():
+            target = call.first.with_rows(target, form & PAIRS)
     elif not PyArray_CheckExact(<PyObject*>tensor):
         (<TensorType>_tensor_types[type(tensor)]).note_changes([tensor])
-    return call.hold(tensor, target, addresses, ring)
+    return call.hold(tensor, target, addresses, form)
 
 
-cdef Handle submit_group(CachedCall call, object tensors, bint inplace, bint ring):
+cdef Handle submit_group(CachedCall call, object tensors, int form):
     prefetch_all(<PyObject*>tensors)
+    cdef bint inplace = form & IN_PLACE
+    cdef bint sized = call.first.is_sized()
     cdef list source = list(tensors)
     cdef list target = source if inplace else []
     cdef list written = []  # tensors whose library must know
@@ -163,9 +208,11 @@ cdef Handle submit_group(CachedCall call, object tensors, bint inplace, bint rin
                 made = call.empty_like(k, tensor, &addresses[n + index])
                 if made is None:
                     return None
+                if sized:
+                    made = (<CachedTensor>call.tensors[k]).with_rows(made, form & PAIRS)
                 target.append(made)
         if written:
             (<TensorType>_tensor_types[type(written[0])]).note_changes(written)
-        return call.hold(source, target, addresses, ring)
+        return call.hold(source, target, addresses, form)
     finally:
         PyMem_Free(addresses)

@@ -140,6 +140,8 @@ cdef class TensorType:
         cdef DLManagedTensor* made = NULL
         cdef PyObject* given = NULL
         cdef object result
+        if self.functions == NULL and cached.plan.rows >= 0:
+            return None
         if self.functions == NULL or cached.layout:
             result = self.library.make_like(<object>tensor, cached.layout)
             if result is None:
@@ -150,7 +152,7 @@ cdef class TensorType:
         like.device.type = DL_CPU
         like.ndim = cached.ndim
         like.dtype = DLDataType(DL_TYPES[cached.code][0], DL_TYPES[cached.code][1], 1)
-        like.shape = <int64_t*>cached.dims
+        like.shape = <int64_t*>cached.result_dims
         if self.functions.allocate(&like, &made, NULL, &_no_memory) < 0:
             PyErr_Clear()
             return None

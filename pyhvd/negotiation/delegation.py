@@ -9,8 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from pyhvd.negotiation.messages import HOST, RequestType, iter_bits
+from pyhvd.negotiation.messages import HOST, Request, RequestType, iter_bits
 from pyhvd.negotiation.response_cache import SlotTable
+
+
+_ON_ONE_HOST = frozenset(
+    (
+        RequestType.ALLREDUCE,
+        RequestType.ALLGATHER,
+        RequestType.BROADCAST,
+        RequestType.ALLTOALL,
+        RequestType.BARRIER,
+        RequestType.REDUCESCATTER,
+    )
+)
+
+
+def is_delegated(request: Request, *, across: bool) -> bool:
+    """Return whether ranks agree by themselves on such a tensor once it is cached; ``across``: hosts."""
+    kinds = (RequestType.ALLREDUCE,) if across else _ON_ONE_HOST
+    return request.type in kinds and request.device == HOST
 
 
 class ReadyTable(Protocol):
@@ -71,11 +89,10 @@ class Delegation:
             ready_table.open_ready_set(set_id, ranks)
 
     def delegate(self, slot: int) -> None:
-        """Delegate a slot if it holds an allreduce in host memory."""
+        """Delegate a slot if the ranks can agree on its tensor by themselves."""
         meant = self._cache[slot]
-        first = meant.first
-        on_host = first.type == RequestType.ALLREDUCE and first.device == HOST
-        if on_host and slot < self._ready_table.slots:
+        across = self._ready_table.partial
+        if is_delegated(meant.first, across=across) and slot < self._ready_table.slots:
             self._ready_table.delegate(self._set_id, slot, meant.version)
             self.delegated |= 1 << slot
 

@@ -68,7 +68,7 @@ from pyhvd.negotiation.messages import (
 from pyhvd.negotiation.response_cache import Group, PendingHits, SlotHolders, SlotTable, group_of
 from pyhvd.negotiation.validation import check, sizes_differ
 
-_NEVER_CACHED = (RequestType.BARRIER, RequestType.ADD_PROCESS_SET, RequestType.REMOVE_PROCESS_SET)
+_NEVER_CACHED = (RequestType.ADD_PROCESS_SET, RequestType.REMOVE_PROCESS_SET)
 
 MAX_SITES = 4096
 """Tensors of a process set whose lines are kept; the oldest are dropped first."""

@@ -24,13 +24,14 @@ from pyhvd.common.stacks import ThreadStack
 from pyhvd.dtypes import BY_CODE, INTEGERS, ReduceOp, ReduceSpec
 from pyhvd.errors import InternalError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 GLOBAL_SET = 0
 
 UNNAMED = "noname"
 """Part of every name that pyhvd makes up; a user's name must not have it between its dots."""
 
 JOIN_NAME = f"join.{UNNAMED}"
+BARRIER_NAME = f"barrier.{UNNAMED}"
 
 HOST = "cpu"
 """The device of arrays in host memory, and of requests without an array."""
@@ -104,6 +105,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         Whether this rank can reduce the tensor in place in shared memory; ranks may differ.
     layout : str
         The order of the tensor's dimensions in memory, as in ``"0,2,3,1"``; empty for row-major.
+    splits : int
+        A digest of the splits (alltoall), or 0: another rank need not know them, but whether they are new.
     """
 
     type: int
@@ -122,6 +125,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     traceback: str = ""
     window: bool = False
     layout: str = ""
+    splits: int = 0
 
     def reduce_spec(self, size: int) -> ReduceSpec:
         """Return how backends reduce the tensor; Average becomes a Sum divided by the size of the set.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pyhvd.negotiation.message_table import StragglerStats
-from pyhvd.negotiation.messages import RequestList, bytes_to_bits
+from pyhvd.negotiation.messages import RequestList, bytes_to_bits, verb
 from pyhvd.observe.host_meter import HostMeter
 
 if TYPE_CHECKING:
@@ -339,9 +339,9 @@ class Meter:
                 added = [a + b for a, b in zip(mine.buckets, buckets, strict=True)]
                 further[field_name] = _shown(added, mine.sum + total, low, high, unit)
             tensors, nbytes, responses = dict(self._tensors), dict(self._bytes), dict(self._responses)
+            for code, counts in self.fast.verb_counts().items() if self.fast is not None else ():
+                tensors[verb(code), FAST], nbytes[verb(code), FAST] = counts
             if fast_tensors:
-                tensors["allreduce", FAST] = fast_tensors
-                nbytes["allreduce", FAST] = fast["response_bytes"][1]
                 responses[FAST] = sum(fast["response_tensors"][0])
             return Metrics(
                 rank=self.rank,

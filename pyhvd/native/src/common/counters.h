@@ -16,6 +16,8 @@
 
 /* the k-th counts values in (2^(k-1), 2^k]; the last one counts all above too */
 #define PYHVD_BUCKETS 48
+#define PYHVD_VERBS 8 /* codes of negotiation.messages.RequestType of calls that ranks remember */
+#define PYHVD_ALLREDUCE 0
 
 typedef struct {
     _Atomic uint64_t buckets[PYHVD_BUCKETS], sum;
@@ -24,6 +26,7 @@ typedef struct {
 typedef struct {
     _Atomic uint32_t timed; /* whether the clock is read for negotiation, execution and waits */
     pyhvd_histogram tensors, bytes; /* of one batch */
+    _Atomic uint64_t verb_tensors[PYHVD_VERBS], verb_bytes[PYHVD_VERBS]; /* of all batches */
     pyhvd_histogram negotiation;    /* ns from a tensor's mark until all ranks had marked it */
     pyhvd_histogram execution;      /* ns from then to the end of the batch */
     pyhvd_histogram waits;          /* ns that a caller waited for its handle */

@@ -231,7 +231,7 @@ int pyhvd_fast_path_flush(pyhvd_fast_path *path, int all, int64_t now) {
 
 static int fits_with(const pyhvd_fast_path *path, const pyhvd_cached_tensor *a,
                      const pyhvd_cached_tensor *b) {
-    return a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
+    return a->verb == PYHVD_ALLREDUCE && b->verb == PYHVD_ALLREDUCE && a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
            a->postscale == b->postscale && a->direct == b->direct &&
            (!path->setup.groups_alone || a->call == b->call ||
             !(a->call->grouped || b->call->grouped));
@@ -335,8 +335,12 @@ static void load_batch(pyhvd_fast_path *path) {
         .prescale = first->prescale,
         .postscale = first->postscale,
         .direct = first->direct,
+        .portions = first->portions,
     };
-    pyhvd_window_begin(&p->cursor, &p->job);
+    if (first->move)
+        pyhvd_window_begin_local(&p->cursor, first->move, p->job.srcs[0], p->job.dsts[0]);
+    else
+        pyhvd_window_begin(&p->cursor, &p->job);
     p->ready_ns = pyhvd_is_timed(&path->counters) ? pyhvd_now() : 0;
     p->trace_begin = pyhvd_trace_now(trace);
     for (uint32_t k = 0; p->trace_begin && k < n; k++)
@@ -367,6 +371,9 @@ static void count_batch(pyhvd_fast_path *path) {
     sample_batch(path, bytes);
     pyhvd_observe(&counters->tensors, p->batch_count, 1);
     pyhvd_observe(&counters->bytes, bytes, 1);
+    const pyhvd_cached_tensor *first = &path->setup.sets[p->set].tensors[p->pending[p->next]];
+    pyhvd_add(&counters->verb_tensors[first->verb], p->batch_count);
+    pyhvd_add(&counters->verb_bytes[first->verb], bytes);
     if (p->ready_ns) pyhvd_observe(&counters->execution, (uint64_t)(pyhvd_now() - p->ready_ns), 1);
 }
 

@@ -1,5 +1,5 @@
-/* What lies in a window, and how its ranks wait for each other; for window.c (reductions), move.c
- * (the rest), and across.c and move_across.c (the same over several hosts). */
+/* What lies in a window, and how its ranks wait for each other; for window.c and scatter.c (reductions),
+ * move.c (the rest), and across.c and move_across.c (the same over several hosts). */
 #ifndef PYHVD_LAYOUT_H
 #define PYHVD_LAYOUT_H
 
@@ -45,6 +45,14 @@ static inline uint8_t *note_of(const pyhvd_window *w, int rank) {
  * nap without news. */
 int pyhvd_await(pyhvd_window *w, int rank, int counter, uint64_t value);
 
+/* Wait until all ranks' counters have reached a value. */
+int pyhvd_await_all(pyhvd_window *w, int counter, uint64_t value);
+
+/* Wait until this rank may write into its flat buffer. */
+static inline int pyhvd_await_free_flat(pyhvd_window *w) {
+    return pyhvd_await_all(w, FLATS, w->flats);
+}
+
 /* Wait until this chunk's slot is free: every rank is done with its last chunk. */
 int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk);
 
@@ -85,7 +93,12 @@ int pyhvd_across_exchange(pyhvd_window *w, pyhvd_job_cursor *c);
  * begun. */
 void pyhvd_begin_stretch(const pyhvd_window *w, uint32_t kind);
 
-/* Advance a move. */
+/* Advance a move over several hosts. */
 int pyhvd_move_advance(pyhvd_window *w, pyhvd_job_cursor *c);
+
+/* Proceed with a move among the ranks of one host, or with a reduction of which each rank gets a
+ * portion, as pyhvd_window_proceed does. */
+int pyhvd_move_proceed(pyhvd_window *w, pyhvd_job_cursor *c);
+int pyhvd_scatter_proceed(pyhvd_window *w, pyhvd_job_cursor *c);
 
 #endif

@@ -24,11 +24,9 @@
  *      it needs them, if it owns the slice.
  *   4. A rank unpacks a chunk when all local ranks have announced REDUCED. So all have packed it, and
  *      all owners have received what comes. */
-#include <string.h>
-
-#include "kernels/kernels.h"
 #include "exchange/exchange.h"
 #include "window/layout.h"
+#include "window/parts.h"
 
 /* Boundaries of slices are multiples of this: the largest item of a tensor. */
 #define ALIGNED 16
@@ -54,32 +52,6 @@ static cell cell_of(const pyhvd_window *w, const pyhvd_move *m, int64_t index, i
     uint8_t *slot = slot_of(w, owner, w->chunks + (uint64_t)index);
     return (cell){MIN(end, start + index * m->room), MIN(end, start + (index + 1) * m->room),
                   slot + ((int64_t)own * m->lanes + lane) * m->room, owner};
-}
-
-/* Return the first part that ends behind byte `from` of a lane, or lies in a later lane. */
-static size_t first_part(const pyhvd_part *parts, size_t n, int lane, int64_t from) {
-    size_t low = 0, high = n;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        const pyhvd_part *p = &parts[middle];
-        if (p->lane < lane || (p->lane == lane && p->offset + p->bytes <= from))
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* Copy the bytes of a cell between the slot and this rank's parts. */
-static void copy_parts(const pyhvd_part *parts, size_t n, int lane, cell c, int pack) {
-    for (size_t k = first_part(parts, n, lane, c.from);
-         k < n && parts[k].lane == lane && parts[k].offset < c.to; k++) {
-        int64_t from = MAX(c.from, parts[k].offset);
-        size_t bytes = (size_t)(MIN(c.to, parts[k].offset + parts[k].bytes) - from);
-        uint8_t *mine = (uint8_t *)(intptr_t)(parts[k].address + from - parts[k].offset);
-        uint8_t *slot = c.slot + (from - c.from);
-        memcpy(pack ? slot : mine, pack ? mine : slot, bytes);
-    }
 }
 
 /* Return where a cell's bytes lie if one part has all of them, else NULL. */
@@ -114,7 +86,7 @@ static int pack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
         for (int k = 0; k < w->exchange->slices; k++) {
             cell each = cell_of(w, m, index, lane, k);
             if (each.from < each.to && !sent_from(w, m, lane, each))
-                copy_parts(m->sources, m->source_count, lane, each, 1);
+                copy_parts(m->sources, m->source_count, lane, each.from, each.to, each.slot, 0, 1);
         }
     if (w->size > 1) pyhvd_announce(w, PACKED, chunk + 1);
     c->next[PACK]++;
@@ -174,7 +146,7 @@ static int unpack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
         for (int k = 0; k < w->exchange->slices; k++) {
             cell each = cell_of(w, m, index, lane, k);
             if (each.from < each.to && !received_at(w, m, lane, each))
-                copy_parts(m->targets, m->target_count, lane, each, 0);
+                copy_parts(m->targets, m->target_count, lane, each.from, each.to, each.slot, 0, 0);
         }
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;

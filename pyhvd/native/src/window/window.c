@@ -72,9 +72,8 @@ int pyhvd_await(pyhvd_window *w, int rank, int counter, uint64_t value) {
     return status;
 }
 
-/* Wait until every rank's counter has reached a value; return the status. Record in the trace how
- * long the wait took, and the last rank that was awaited. */
-static int await_all(pyhvd_window *w, int counter, uint64_t value) {
+/* Record in the trace how long the wait took, and the last rank that was awaited. */
+int pyhvd_await_all(pyhvd_window *w, int counter, uint64_t value) {
     int64_t begin = pyhvd_trace_now(w->trace);
     int status = PYHVD_OK, last = w->rank;
     for (int q = 0; q < w->size && !status; q++) {
@@ -108,7 +107,7 @@ void pyhvd_announce(const pyhvd_window *w, int counter, uint64_t value) {
 
 int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk) {
     uint64_t slots = (uint64_t)w->slots;
-    return chunk < slots ? PYHVD_OK : await_all(w, REDUCED, chunk - slots + 1);
+    return chunk < slots ? PYHVD_OK : pyhvd_await_all(w, REDUCED, chunk - slots + 1);
 }
 
 void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes) {
@@ -212,15 +211,16 @@ static int reduce_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_job *job = c->job;
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t total = job->starts[job->n], from = 0, blocks[PYHVD_MAX_LOCAL];
+    int status = PYHVD_OK;
     if (!c->stage) {
+        if ((status = pyhvd_await_free_flat(w))) return status;
         int64_t begin = pyhvd_trace_now(w->trace);
         pack_range(job, &c->packing, 0, total, flat_of(w, w->rank), 0);
         pyhvd_add_stage(w, PYHVD_PACKING, begin, w->flats);
         pyhvd_announce(w, FLATS, w->flats + 1);
         c->stage = 1;
     }
-    int status = await_all(w, FLATS, w->flats + 1);
-    if (status) return status;
+    if ((status = pyhvd_await_all(w, FLATS, w->flats + 1))) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     piece p;
     for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
@@ -246,7 +246,7 @@ static int pack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chu
 }
 
 static int reduce_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
-    int status = await_all(w, PACKED, chunk + 1);
+    int status = pyhvd_await_all(w, PACKED, chunk + 1);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     reduce_range(w, c->job, &c->reducing, s.from, s.mine_from, s.mine_to, chunk);
@@ -258,7 +258,7 @@ static int reduce_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
 static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     const uint8_t *slot = slot_of(w, w->rank, chunk);
-    int status = await_all(w, REDUCED, chunk + 1);
+    int status = pyhvd_await_all(w, REDUCED, chunk + 1);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
@@ -303,14 +303,14 @@ static int reduce_direct(pyhvd_window *w, pyhvd_job_cursor *c) {
         c->stage = 1;
     }
     if (c->stage == 1) {
-        if ((status = await_all(w, PACKED, chunk + 1))) return status;
+        if ((status = pyhvd_await_all(w, PACKED, chunk + 1))) return status;
         int64_t begin = pyhvd_trace_now(w->trace);
         reduce_shares(w, job);
         pyhvd_add_stage(w, PYHVD_REDUCING, begin, chunk);
         pyhvd_announce(w, REDUCED, chunk + 1);
         c->stage = 2;
     }
-    if ((status = await_all(w, REDUCED, chunk + 1))) return status;
+    if ((status = pyhvd_await_all(w, REDUCED, chunk + 1))) return status;
     w->chunks++;
     return PYHVD_OK;
 }
@@ -320,12 +320,11 @@ void pyhvd_window_begin(pyhvd_job_cursor *cursor, const pyhvd_job *job) {
     cursor->job = job;
 }
 
-int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
+/* Reduce among the ranks of one host. */
+static int reduce_here(pyhvd_window *w, pyhvd_job_cursor *c) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     int64_t total = c->job->starts[c->job->n], per_chunk = (int64_t)(w->chunk / item);
     int status = PYHVD_OK;
-    if (!total) return PYHVD_OK;
-    if (w->exchange) return pyhvd_across_proceed(w, c);
     if ((size_t)total * item <= PYHVD_FLAT) return reduce_flat(w, c);
     int direct = c->job->direct && c->job->n * sizeof(uint64_t) <= w->chunk;
     w->shift = c->job->n == 1 && !direct ? SHIFT : 0;
@@ -347,6 +346,13 @@ int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     }
     w->chunks += (uint64_t)count;
     return PYHVD_OK;
+}
+
+int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
+    if (c->local) return pyhvd_move_proceed(w, c);
+    if (!c->job->starts[c->job->n]) return PYHVD_OK;
+    if (w->exchange) return pyhvd_across_proceed(w, c);
+    return c->job->portions ? pyhvd_scatter_proceed(w, c) : reduce_here(w, c);
 }
 
 int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job) {

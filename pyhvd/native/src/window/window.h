@@ -10,7 +10,8 @@
  *   flats    flat operations for which the owner has written its part
  *   taken    over several hosts: chunks whose results the owner has copied out
  *
- * Three ways to reduce
+ * Three ways to reduce, of which the first two also serve where each rank gets a portion (scatter.c) and
+ * where nothing is reduced (move.c)
  *   1. Flat: at most PYHVD_FLAT bytes. Each rank writes all into its flat buffer, and reduces all
  *      flat buffers.
  *   2. Chunks: each rank packs a chunk, reduces its slice of it, stores the slice with every rank,
@@ -25,8 +26,9 @@
  *      (acquire).
  *   2. A slot is overwritten only after every rank that reads it has announced that it is done with
  *      it.
- *   3. A flat buffer is overwritten when its owner begins the next operation but one. The owner
- *      gets there only after every rank has begun the next operation, and so has ended this one.
+ *   3. A flat buffer is overwritten when its owner begins the next operation but one. By then every
+ *      rank has begun the next operation, and so has ended this one: the owner waits for that, as a
+ *      rank that only sends waits for nobody else.
  *   4. The chunk size may change between two operations, at the same one on all ranks. The position
  *      of a slot depends on the chunk's number and on `shift` alone, not on the chunk size: so a
  *      rank that is ahead writes into no slot that another still reads.
@@ -85,11 +87,6 @@ typedef struct {
     uint8_t *arena[PYHVD_MAX_LOCAL]; /* addresses of the ranks' arenas in this process */
 } pyhvd_window;
 
-/* Bytes of this rank's memory that go into a lane of a move, or come out of it. */
-typedef struct {
-    int64_t lane, offset, bytes, address;
-} pyhvd_part;
-
 /* One rank's part of a move over several hosts; move_across.c explains it. */
 typedef struct {
     /* Sorted by lane and offset; none is empty, and the sources of all local ranks do not overlap. */
@@ -110,7 +107,9 @@ typedef struct {
  * stage is. */
 typedef struct {
     const pyhvd_job *job;
-    const pyhvd_move *move; /* NULL: a reduction */
+    const pyhvd_move *move;        /* NULL: a reduction, or a move among local ranks: */
+    const pyhvd_local_move *local; /* NULL: a reduction, or a move over several hosts */
+    int64_t source, target;        /* addresses, from which the parts of `local` count */
     int64_t step;
     int stage;
     int64_t next[4]; /* over several hosts: the next chunk of each stage; see across.c */
@@ -130,6 +129,10 @@ int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job);
  * without news. Any thread may call it again; no other operation may use the window in between. */
 void pyhvd_window_begin(pyhvd_job_cursor *cursor, const pyhvd_job *job);
 int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *cursor);
+
+/* Begin a move among the ranks of one host. */
+void pyhvd_window_begin_local(pyhvd_job_cursor *cursor, const pyhvd_local_move *move,
+                              int64_t source, int64_t target);
 
 /* Gather blocks, one behind the other: every rank gets rank q's counts[q] bytes. */
 int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts);

@@ -1,0 +1,131 @@
+"""What the ranks' sizes make of a remembered call on one host: what each rank copies, or reduces; pure.
+
+A rank has a lane in a move (``pyhvd_local_move`` in ``common/job.h``): the bytes that it has for the others. In an
+all-to-all the blocks for the ranks behind it come first, so that each rank reads from another one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pyhvd.backends.host import rows_of
+from pyhvd.dtypes import BY_CODE
+from pyhvd.engine.output_allocation import as_splits
+from pyhvd.negotiation.messages import Request, RequestType
+from pyhvd.transport.moves import Ints, before
+
+
+class LocalMove(NamedTuple):
+    """What one rank copies.
+
+    Attributes
+    ----------
+    sources, targets : int64 arrays, 4 columns
+        Parts: lane (a set rank), offset in the lane, bytes, offset in this rank's source or target; sorted.
+    own : (int, int, int)
+        What the rank copies from its source to its target: offsets there and there, and the bytes.
+    longest : int
+        Bytes of the longest lane; the same on all ranks.
+    """
+
+    sources: Ints
+    targets: Ints
+    own: tuple[int, int, int]
+    longest: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How one rank takes part in a remembered call.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of the result; -1: it has the tensor's shape.
+    beside : object
+        What the caller gets beside the result of an allgather or alltoall: the rows from each rank.
+    splits : tuple of int
+        Rows for each rank (alltoall), and whether they are what a caller means who gives none.
+    move : LocalMove, optional
+        For verbs that reduce nothing.
+    portions : int64 array, optional
+        Where each rank's portion begins, and the end, in elements (reducescatter).
+    """
+
+    rows: int = -1
+    beside: Any = None
+    splits: tuple[int, ...] = ()
+    even: bool = False
+    move: LocalMove | None = None
+    portions: Ints | None = None
+
+
+def make_plan(
+    request: Request, rank: int, members: Sequence[int], dims: Sequence[int], splits: Ints | None
+) -> Plan:
+    """Return the plan of a call.
+
+    Parameters
+    ----------
+    request : Request
+        This rank's own.
+    rank : int
+        This set rank.
+    members : sequence of int
+        The set's global ranks.
+    dims : sequence of int
+        The first dimension on each set rank (allgather).
+    splits : int64 array, optional
+        In row s the rows that set rank s has for each set rank (alltoall).
+    """
+    size, shape = len(members), request.shape
+    if request.type == RequestType.REDUCESCATTER:
+        rows = rows_of(shape[0], size)
+        return Plan(rows[rank], portions=np.cumsum([0, *rows], dtype=np.int64) * math.prod(shape[1:]))
+    item = BY_CODE[request.dtype].itemsize if request.dtype in BY_CODE else 0
+    if request.type == RequestType.BROADCAST:
+        nbytes = math.prod(shape) * item
+        counts = [nbytes * (member == request.root) for member in members]
+        return Plan(move=_gather(counts, rank, [0] * size))
+    row = math.prod(shape[1:]) * item
+    if request.type == RequestType.ALLGATHER:
+        counts = [n * row for n in dims]
+        move = _gather(counts, rank, before(np.array(counts, np.int64)).tolist())
+        return Plan(sum(dims), tuple(dims), move=move)
+    if request.type == RequestType.ALLTOALL:
+        assert splits is not None
+        mine, received = splits[rank].tolist(), splits[:, rank].tolist()
+        even = not shape[0] % size and mine == rows_of(shape[0], size)
+        return Plan(sum(received), as_splits(received), tuple(mine), even, _alltoall(splits * row, rank))
+    return Plan()
+
+
+def _gather(counts: Sequence[int], rank: int, starts: Sequence[int]) -> LocalMove:
+    """Return the move that brings rank q's counts[q] bytes to starts[q] everywhere."""
+    sources = [(rank, 0, counts[rank], 0)]
+    targets = [(q, 0, counts[q], starts[q]) for q in range(len(counts)) if q != rank]
+    longest = max(counts) if len(counts) > 1 else 0
+    return LocalMove(_parts(sources), _parts(targets), (0, starts[rank], counts[rank]), longest)
+
+
+def _alltoall(sizes: Ints, rank: int) -> LocalMove:
+    """Return the move that brings sizes[s, r] bytes from rank s to rank r."""
+    ranks = len(sizes)
+    starts, into = before(sizes[rank]), before(sizes[:, rank])
+    # offsets[s, k] is where the block for rank s + 1 + k lies in lane s.
+    turned = np.array([np.roll(sizes[s], -s - 1)[:-1] for s in range(ranks)]).reshape(ranks, -1)
+    offsets = before(turned)
+    others = [q for q in range(ranks) if q != rank]
+    sources = [(rank, offsets[rank, k], turned[rank, k], starts[(rank + 1 + k) % ranks]) for k in range(ranks - 1)]
+    targets = [(q, offsets[q, (rank - q - 1) % ranks], sizes[q, rank], into[q]) for q in others]
+    own = int(starts[rank]), int(into[rank]), int(sizes[rank, rank])
+    return LocalMove(_parts(sources), _parts(targets), own, int(turned.sum(axis=1).max()))
+
+
+def _parts(rows: Sequence[tuple[int, int, int, int]]) -> Ints:
+    return np.array([row for row in rows if row[2]], np.int64).reshape(-1, 4)

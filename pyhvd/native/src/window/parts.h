@@ -1,0 +1,45 @@
+/* The parts of a rank's memory that lie in a lane of a move, and how they are copied; for move.c (one
+ * host) and move_across.c (several hosts). */
+#ifndef PYHVD_PARTS_H
+#define PYHVD_PARTS_H
+
+#include "common/job.h"
+#include "kernels/kernels.h"
+
+#include <string.h>
+
+/* Return the first part that ends behind byte `from` of a lane, or lies in a later lane. */
+static inline size_t first_part(const pyhvd_part *parts, size_t n, int lane, int64_t from) {
+    size_t low = 0, high = n;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        const pyhvd_part *p = &parts[middle];
+        if (p->lane < lane || (p->lane == lane && p->offset + p->bytes <= from))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Whether some of the bytes [from, to) of a lane are in parts. */
+static inline int has_parts(const pyhvd_part *parts, size_t n, int lane, int64_t from, int64_t to) {
+    size_t k = first_part(parts, n, lane, from);
+    return k < n && parts[k].lane == lane && parts[k].offset < to;
+}
+
+/* Copy the bytes [from, to) of a lane between `at`, where the first of them lies, and this rank's
+ * parts, whose addresses count from `base`. */
+static inline void copy_parts(const pyhvd_part *parts, size_t n, int lane, int64_t from, int64_t to,
+                              uint8_t *at, int64_t base, int pack) {
+    for (size_t k = first_part(parts, n, lane, from);
+         k < n && parts[k].lane == lane && parts[k].offset < to; k++) {
+        int64_t start = MAX(from, parts[k].offset);
+        size_t bytes = (size_t)(MIN(to, parts[k].offset + parts[k].bytes) - start);
+        uint8_t *mine = (uint8_t *)(intptr_t)(base + parts[k].address + start - parts[k].offset);
+        uint8_t *slot = at + (start - from);
+        memcpy(pack ? slot : mine, pack ? mine : slot, bytes);
+    }
+}
+
+#endif
