@@ -29,7 +29,16 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
 from pyhvd.engine.context import current_holder, process_holder
-from pyhvd.native.shared_memory import GROUPED, IN_PLACE, PAIRS, SCATTERS, WAITS, set_lookup, start, start_move
+from pyhvd.native.shared_memory import (
+    GROUPED,
+    IN_PLACE,
+    PAIRS,
+    SCATTERS,
+    WAITS,
+    set_lookup,
+    start,
+    start_move as start_move,
+)
 from pyhvd.negotiation.messages import BARRIER_NAME, JOIN_NAME, RequestType
 from pyhvd.transport.arena import Arena
 
@@ -207,7 +216,7 @@ def grouped_allreduce_(
     return start(form, tensors, average, name, op, prescale_factor, postscale_factor, process_set).result()
 
 
-def _reduce_by_message(
+def reduce_by_message(
     form: int,
     tensors: Any,
     average: bool | None,
@@ -516,9 +525,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: the de
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
-    with context.current().turn(process_set) as turn:
-        turn.handle = start_move(RequestType.BARRIER, WAITS, None, None, BARRIER_NAME, process_set)
-        turn.handle.result()
+    with context.current().turn(process_set, BARRIER_NAME) as turn:
+        turn.finish(start_move(RequestType.BARRIER, WAITS, None, None, BARRIER_NAME, process_set))
 
 
 def _barrier(_: int, __: None, ___: None, name: str, process_set: ProcessSet) -> Handle:
@@ -537,7 +545,7 @@ _BY_MESSAGE: dict[RequestType, Callable[..., Handle]] = {
 }
 
 
-def _move_by_message(
+def move_by_message(
     verb: int, form: int, tensors: Any, term: Any, name: str | None, process_set: ProcessSet
 ) -> Handle:
     """Submit a call that reduces nothing, with the arguments as the user gave them; see :func:`start_move`."""
@@ -545,5 +553,5 @@ def _move_by_message(
 
 
 set_lookup(
-    current_holder, process_holder, ProcessSet, global_process_set, _reduce_by_message, _move_by_message
+    current_holder, process_holder, ProcessSet, global_process_set, reduce_by_message, move_by_message
 )

@@ -1,21 +1,35 @@
-"""Collectives of Python objects: cloudpickle makes bytes of them, of any size."""
+"""Collectives of Python objects: cloudpickle makes bytes of them, of any size.
+
+The first collective of a call has the same size each time, so that the ranks remember it: it carries the length
+and the first bytes. A second one follows only for longer objects.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from pyhvd.api.call import OwnName, checked_name, refusing
-from pyhvd.api.collectives import allgather, broadcast, broadcast_
+from pyhvd.api.collectives import start_move
+from pyhvd.api.handles import Handle, synchronize
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.engine import context
+from pyhvd.native.shared_memory import IN_PLACE, WAITS
 from pyhvd.negotiation.messages import UNNAMED, RequestType
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Finish = Callable[[Handle], Any]
+
+FIRST = 4096
+"""Bytes of the first collective of a broadcast; those of an allgather are for all ranks together."""
+ALLGATHER_FIRST = 65536
+LENGTH = 8
+"""Bytes of the length."""
 
 
 def broadcast_object(
@@ -39,23 +53,36 @@ def broadcast_object(
     process_set : ProcessSet
         The ranks that take part.
     """
-    name = _name(name, process_set, RequestType.BROADCAST)
-    data = broadcast_bytes(lambda: _pickled(obj), root_rank, name, process_set)
+    with _named(name, process_set, RequestType.BROADCAST) as (own, finish):
+        data = broadcast_bytes(lambda: _pickled(obj), root_rank, own, process_set, finish)
     return obj if context.current().topology.rank == root_rank else _unpickled(data.data)
 
 
-def broadcast_bytes(make: Callable[[], Bytes], root_rank: int, name: str, process_set: ProcessSet) -> Bytes:
+def broadcast_bytes(
+    make: Callable[[], Bytes],
+    root_rank: int,
+    name: str,
+    process_set: ProcessSet,
+    finish: Finish = synchronize,
+) -> Bytes:
     """Return on every rank the bytes that ``make`` returns on the root; only the root calls it."""
     here = context.current().topology.rank == root_rank
-    data = np.empty(0, np.uint8)
+    first, room = np.zeros(FIRST, np.uint8), FIRST - LENGTH
+    data = first[LENGTH:]
     if here:
         with refusing(RequestType.BROADCAST, _part(name, "sz"), process_set):
             data = make()
-    size = broadcast(np.array(data.nbytes, np.int64), root_rank, _part(name, "sz"), process_set)
+        _fill(first, data)
+    form, kind = IN_PLACE | WAITS, RequestType.BROADCAST
+    finish(start_move(kind, form, first, root_rank, _part(name, "sz"), process_set))
+    size = int(first[:LENGTH].view(np.int64)[0])
+    if size <= room:
+        return data[:size]
     if not here:
         with refusing(RequestType.BROADCAST, _part(name, "t"), process_set):
-            data = np.empty(int(size), np.uint8)
-    broadcast_(data, root_rank, _part(name, "t"), process_set)
+            data = np.empty(size, np.uint8)
+        data[:room] = first[LENGTH:]
+    finish(start_move(kind, form, data[room:], root_rank, _part(name, "t"), process_set))
     return data
 
 
@@ -75,25 +102,53 @@ def allgather_object(
     process_set : ProcessSet
         The ranks that take part.
     """
-    name = _name(name, process_set, RequestType.ALLGATHER)
-    with refusing(RequestType.ALLGATHER, _part(name, "sz"), process_set):
-        data = _pickled(obj)
-    return [_unpickled(each) for each in allgather_bytes(data, name, process_set)]
+    with _named(name, process_set, RequestType.ALLGATHER) as (own, finish):
+        with refusing(RequestType.ALLGATHER, _part(own, "sz"), process_set):
+            data = _pickled(obj)
+        return [_unpickled(each) for each in allgather_bytes(data, own, process_set, finish)]
 
 
-def allgather_bytes(data: Any, name: str, process_set: ProcessSet) -> list[memoryview]:
+def allgather_bytes(
+    data: Any, name: str, process_set: ProcessSet, finish: Finish = synchronize
+) -> list[memoryview]:
     """Return every rank's bytes, of any number, in rank order; ``data`` is a buffer."""
     mine = np.frombuffer(data, np.uint8)
-    sizes = allgather(np.array([mine.nbytes], np.int64), _part(name, "sz"), process_set)
-    everything = allgather(mine, _part(name, "t"), process_set)
-    ends = np.cumsum(sizes)
-    return [everything[end - n : end].data for n, end in zip(sizes, ends, strict=True)]
+    _, members = context.current().members_of(process_set)
+    block = min(max(ALLGATHER_FIRST // len(members), 64), FIRST)
+    room, kind = block - LENGTH, RequestType.ALLGATHER
+    first = np.zeros(block, np.uint8)
+    _fill(first, mine)
+    gathered = finish(start_move(kind, WAITS, first, None, _part(name, "sz"), process_set))
+    rows = gathered.reshape(-1, block)
+    sizes = rows[:, :LENGTH].copy().view(np.int64)[:, 0].tolist()
+    if max(sizes) <= room:
+        return [row[LENGTH : LENGTH + n].data for row, n in zip(rows, sizes, strict=True)]
+    long = mine if mine.nbytes > room else mine[:0]
+    everything = finish(start_move(kind, WAITS, long, None, _part(name, "t"), process_set))
+    ends = np.cumsum([n if n > room else 0 for n in sizes])
+    return [
+        everything[end - n : end].data if n > room else row[LENGTH : LENGTH + n].data
+        for row, n, end in zip(rows, sizes, ends, strict=True)
+    ]
 
 
-def _name(name: str | None, process_set: ProcessSet, kind: RequestType) -> str:
-    active = context.current()
-    set_id, _ = active.members_of(process_set)
-    return checked_name(name, kind) or OwnName(active.next_name(set_id, f"object.{UNNAMED}"))
+def _fill(first: Bytes, data: Bytes) -> None:
+    """Store the length of some bytes, and the first of them."""
+    first[:LENGTH].view(np.int64)[0] = data.nbytes
+    start = data[: len(first) - LENGTH]
+    first[LENGTH : LENGTH + len(start)] = start
+
+
+@contextmanager
+def _named(name: str | None, process_set: ProcessSet, kind: RequestType) -> Iterator[tuple[str, Finish]]:
+    """Yield the name of a call, and how to wait for its collectives; calls without a name take turns."""
+    if given := checked_name(name, kind):
+        context.current().members_of(process_set)
+        yield given, synchronize
+        return
+    own = f"object.{UNNAMED}"
+    with context.current().turn(process_set, own) as turn:
+        yield OwnName(own), turn.finish
 
 
 def _part(name: str, part: str) -> str:

@@ -61,23 +61,17 @@ Ranks = tuple[int, ...]
 
 
 class Turn:
-    """Context manager by which the threads of a rank make calls of one name, one after the other.
-
-    Attributes
-    ----------
-    handle : Handle or None
-        The last call's. If its wait was interrupted, the next thread waits until it has ended.
-    """
+    """Context manager by which the threads of a rank make calls of one name, one after the other."""
 
     def __init__(self) -> None:
-        self.handle: Handle | None = None
+        self._last: Handle | None = None  # if its wait was interrupted, the next thread waits for its end
         self._lock = threading.Lock()
 
     def __enter__(self) -> Turn:
         self._lock.acquire()
         try:
-            if self.handle is not None:
-                self.handle.wait()
+            if self._last is not None:
+                self._last.wait()
         except BaseException:
             self._lock.release()
             raise
@@ -85,6 +79,13 @@ class Turn:
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
+
+    def finish(self, handle: Handle) -> Any:
+        """Wait for a call; return its result."""
+        self._last = handle
+        result = handle.result()
+        self._last = None
+        return result
 
 
 class Counts(dict[str, int]):
@@ -202,7 +203,7 @@ class Context:
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
         self._counts: dict[int, Counts] = {}
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[tuple[int, str], Turn] = {}
         self._lock = threading.Lock()
         self.hooks = Instruments()
         self.warned_of_memory = False
@@ -333,11 +334,13 @@ class Context:
             number = counts[prefix] = counts.get(prefix, -1) + 1
             return f"{prefix}.{number}", counts
 
-    def turn(self, process_set: Any) -> Turn:
-        """Return the turn of a process set's barriers; errors as :meth:`members_of`."""
-        set_id, _ = self.members_of(process_set)
+    def turn(self, process_set: Any, name: str) -> Turn:
+        """Return the turn of a process set's calls of one name; errors as :meth:`members_of`."""
+        key = self.members_of(process_set)[0], name
         with self._lock:
-            return self._turns.setdefault(set_id, Turn())
+            if (turn := self._turns.get(key)) is None:
+                turn = self._turns[key] = Turn()
+        return turn
 
     def members_of(self, process_set: Any) -> tuple[int, Ranks]:
         """Return the id and the members of a process set that this rank may use.

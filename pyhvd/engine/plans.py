@@ -107,10 +107,11 @@ def make_plan(
 
 def _gather(counts: Sequence[int], rank: int, starts: Sequence[int]) -> LocalMove:
     """Return the move that brings rank q's counts[q] bytes to starts[q] everywhere."""
-    sources = [(rank, 0, counts[rank], 0)]
+    alone = len(counts) == 1
+    sources = [] if alone else [(rank, 0, counts[rank], 0)]
     targets = [(q, 0, counts[q], starts[q]) for q in range(len(counts)) if q != rank]
-    longest = max(counts) if len(counts) > 1 else 0
-    return LocalMove(_parts(sources), _parts(targets), (0, starts[rank], counts[rank]), longest)
+    own = 0, starts[rank], counts[rank]
+    return LocalMove(_parts(sources), _parts(targets), own, 0 if alone else max(counts))
 
 
 def _alltoall(sizes: Ints, rank: int) -> LocalMove:

@@ -23,6 +23,7 @@ import pytest
 
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.engine.plans import Plan
 from pyhvd.engine.context import ContextHolder, current_holder, playing_rank, process_holder
 from pyhvd.native import shared_memory
 from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
@@ -63,7 +64,7 @@ class _Rank:
         self.lane.know_arena(arenas[rank], ARENA)
         self.lane.open_set(0, window, arenas)
         for slot, request in enumerate(_requests()):
-            self.lane.install(0, slot, request, 1, ReduceOp.SUM, 1.0, request.window)
+            self.lane.install(0, slot, request, 1, ReduceOp.SUM, 1.0, request.window, Plan())
             if rank == 0:
                 self.lane.delegate(0, slot, 1)
         self.values = [np.empty(n, np.int64) for n in (*COUNTS, *GROUP)]
@@ -102,7 +103,7 @@ def _main(
     meet.wait()
     here.thread.start()
     # start() returns None for a call that the fast path does not take.
-    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None)
+    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None, lambda *_: None)
     slot = ContextHolder()
     slot.fast_path = here.lane
     with playing_rank(slot):

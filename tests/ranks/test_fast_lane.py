@@ -71,20 +71,20 @@ def test_a_cache_of_any_capacity_is_used(hosts: list[int] | None) -> None:
                 assert [each.tolist() for each in group.result()] == [[2] * n] * grouped
                 hvd.barrier()
 
-    knobs = {"fast_lane": True, "cache_capacity": many + grouped}
+    knobs = {"fast_lane": True, "cache_capacity": many + grouped + 1}  # and a barrier
     run_ranks(2, body, timeout=120, hosts=hosts, knobs=knobs)
 
 
 def test_too_small_a_cache_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     def body() -> None:
         for _ in range(6):
-            _remember(*"abcde")
+            _remember(*"abcde")  # and a barrier
 
     run_ranks(2, body, timeout=30, knobs={"fast_lane": True, "cache_capacity": 3})
     said = [record.getMessage() for record in caplog.records if "response cache" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("5 tensors come again and again, but the response cache has 3 slots")
-    assert "PYHVD_CACHE_CAPACITY=5" in said[0]
+    assert said[0].startswith("6 tensors come again and again, but the response cache has 3 slots")
+    assert "PYHVD_CACHE_CAPACITY=6" in said[0]
 
 
 @pytest.mark.parametrize("end", ["another shape", "removal"])

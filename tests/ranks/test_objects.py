@@ -33,7 +33,7 @@ def test_a_rank_without_room_for_the_object_tells_the_others(monkeypatch: pytest
 
     def body() -> None:
         with pytest.raises(MemoryError if hvd.rank() == 2 else hvd.RankFailedError) as caught:
-            hvd.broadcast_object("text", 1, "large")
+            hvd.broadcast_object("text" * module.FIRST, 1, "large")
         assert "no room" in str(caught.value)
         hvd.barrier()
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from pyhvd.controller import Coordinator
 from pyhvd.engine.fast_path import FastPathAdapter
+from pyhvd.engine.plans import Plan
+from pyhvd.negotiation.delegation import is_delegated
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     Request,
@@ -28,6 +30,9 @@ from pyhvd.negotiation.messages import (
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry
 from tests.unit.negotiation.simulation import Done, Key, Network, Ranks
+
+SIZED = (RequestType.ALLGATHER, RequestType.ALLTOALL)
+"""Verbs whose meaning depends on the other ranks' sizes."""
 
 BATCHES = 1_000_000
 """Added to a batch's log position, which so differs from every response list's number."""
@@ -124,14 +129,14 @@ class FakeCall:
     def in_flight(self) -> bool:
         return self.left > 0
 
-    def take(self) -> tuple[bool, list[tuple[Any, Any, Any]]] | None:
+    def take(self) -> tuple[bool, list[tuple[Any, Any, Any, tuple[int, ...]]]] | None:
         if not self.left or self.state == "taken":
             return None
         was, self.state = self.state, "taken"
         nothing = np.empty(0, np.float32)
-        return was == "posted", [(request, nothing, nothing) for request, _, _ in self.parts]
+        return was == "posted", [(request, nothing, nothing, ()) for request, _, _ in self.parts]
 
-    def settle(self, error: BaseException | None) -> None:
+    def settle(self, k: int, result: Any, error: BaseException | None) -> None:
         assert self.state == "taken"
         self.left -= 1
 
@@ -175,9 +180,17 @@ class FakeFastPath:
                 del table[key]
 
     def install(
-        self, set_id: int, slot: int, request: Request, since: int, op: int, scale: float, direct: bool
+        self,
+        set_id: int,
+        slot: int,
+        request: Request,
+        since: int,
+        op: int,
+        scale: float,
+        direct: bool,
+        plan: Plan,
     ) -> None:
-        assert request.type == RequestType.ALLREDUCE, "the fast path's kernels have no other verb"
+        assert is_delegated(request, across=False), "the fast path has no such verb"
         key = (set_id, request.name)
         before, unit = self.parts.get(key), self.units.get(key)
         self.parts[key] = (request, slot, since)
@@ -194,7 +207,7 @@ class FakeFastPath:
 
     def retire(self, set_id: int, slot: int, request: Request) -> FakeCall | None:
         for key, (old, place, _) in list(self.parts.items()):
-            if key[0] == set_id and place == slot and old != request:
+            if key[0] == set_id and place == slot and (old != request or old.type in SIZED):
                 del self.parts[key]
                 unit = self.units.get(key)
                 if unit is None:
@@ -333,6 +346,10 @@ class FastPathNetwork(Network):
         message = next(m for m in self.answered if m.seq == number)
         half.prepare(message)
         todo = super().deliver_down(rank)
+        for response in todo:
+            if response.request.type == RequestType.ALLTOALL and half.wants_splits(response):
+                size = len(self.ranks[rank].worker.sets[response.process_set])
+                half.learn_splits(response, np.zeros((size, size), np.int64))
         half.install(todo)
         fast_path.cursor += 1
         return todo

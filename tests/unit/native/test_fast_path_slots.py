@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pyhvd.api.collectives import submit_allreduce
+from pyhvd.api.collectives import move_by_message, reduce_by_message
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.engine.context import ContextHolder, current_holder, playing_rank, process_holder
+from pyhvd.engine.plans import Plan
 from pyhvd.native import shared_memory
 from pyhvd.native.shared_memory import IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import Request, RequestType
@@ -28,9 +29,11 @@ GROUPED = [False, True]
 @pytest.fixture(autouse=True)
 def _nothing_by_message() -> Iterator[None]:
     """Let start() return None for a call that the fast path does not take."""
-    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None)
+    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None, lambda *_: None)
     yield
-    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, submit_allreduce)
+    set_lookup(
+        current_holder, process_holder, ProcessSet, global_process_set, reduce_by_message, move_by_message
+    )
 
 
 def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
@@ -61,7 +64,7 @@ class Lane:
 
     def install(self, since: int, requests: list[Request], first: int = 0) -> None:
         for slot, request in enumerate(requests, first):
-            self.lane.install(0, slot, request, since, ReduceOp.SUM, 1.0, False)
+            self.lane.install(0, slot, request, since, ReduceOp.SUM, 1.0, False, Plan())
 
     def delegate(self, since: int, count: int) -> None:
         for slot in range(count):
@@ -82,8 +85,8 @@ class Lane:
         for unit in self.lane.in_flight():
             taken = unit.take()
             assert taken is not None
-            for _ in taken[1]:
-                unit.settle(None)
+            for k in range(len(taken[1])):
+                unit.settle(k, None, None)
         assert handle.done()
 
 
@@ -111,9 +114,9 @@ def test_who_takes_a_unit_learns_when_it_was_posted(grouped: bool) -> None:
             assert taken is not None
             posted, tensors = taken
             assert before <= posted <= time.monotonic_ns() if delegates else posted == 0
-            assert [request for request, _, _ in tensors] == mine
-            for _ in tensors:
-                unit.settle(None)
+            assert [request for request, *_ in tensors] == mine
+            for k in range(len(tensors)):
+                unit.settle(k, None, None)
 
 
 @pytest.mark.parametrize("grouped", GROUPED)
@@ -189,7 +192,7 @@ def test_a_group_is_posted_whatever_the_order_of_its_slots() -> None:
         (unit,) = here.lane.in_flight()
         taken = unit.take()
         assert taken is not None
-        assert [(request, source.size) for request, source, _ in taken[1]] == [(mine[0], 1), (mine[1], 2)]
+        assert [(request, source.size) for request, source, *_ in taken[1]] == [(mine[0], 1), (mine[1], 2)]
         for _ in mine:
             unit.settle(None)
 

@@ -20,6 +20,7 @@ from pyhvd.negotiation.leader import Leader
 from pyhvd.negotiation.message_table import MessageTable
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
+    UNNAMED,
     MergedList,
     Request,
     RequestList,
@@ -307,8 +308,8 @@ class Network:
 
     def check_nothing_retired(self) -> None:
         """Check that no slot's history is kept once every rank has sent a message after the last change."""
-        self.everywhere([Request(RequestType.BARRIER, "last words")])
-        self.everywhere([Request(RequestType.BARRIER, "last words")])
+        self.everywhere([Request(RequestType.BARRIER, f"{UNNAMED}.0")])  # never cached
+        self.everywhere([Request(RequestType.BARRIER, f"{UNNAMED}.0")])  # never cached
         for set_id in self.ranks[0].worker.sets:
             table = self.coordinator._sets[set_id]
             table.cache.forget(self.coordinator._seen.by_all(table.members))
