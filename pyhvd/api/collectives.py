@@ -380,9 +380,7 @@ def grouped_allgather(
 ) -> list[Any]:
     """Gather several tensors as one unit; list in, list out; see :func:`allgather`."""
     form = GROUPED | WAITS
-    result: list[Any] = start_move(
-        RequestType.ALLGATHER, form, tensors, None, name, process_set
-    ).result()
+    result: list[Any] = start_move(RequestType.ALLGATHER, form, tensors, None, name, process_set).result()
     return result
 
 
@@ -548,10 +546,8 @@ _BY_MESSAGE: dict[RequestType, Callable[..., Handle]] = {
 def move_by_message(
     verb: int, form: int, tensors: Any, term: Any, name: str | None, process_set: ProcessSet
 ) -> Handle:
-    """Submit a call that reduces nothing, with the arguments as the user gave them; see :func:`start_move`."""
+    """Submit a call that reduces nothing, with the user's arguments; see :func:`start_move`."""
     return _BY_MESSAGE[RequestType(verb)](form, tensors, term, name, process_set)
 
 
-set_lookup(
-    current_holder, process_holder, ProcessSet, global_process_set, reduce_by_message, move_by_message
-)
+set_lookup(current_holder, process_holder, ProcessSet, global_process_set, reduce_by_message, move_by_message)

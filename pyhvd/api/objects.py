@@ -1,7 +1,7 @@
 """Collectives of Python objects: cloudpickle makes bytes of them, of any size.
 
-The first collective of a call has the same size each time, so that the ranks remember it: it carries the length
-and the first bytes. A second one follows only for longer objects.
+The first collective of a call has the same size each time, so that the ranks remember it: it carries the
+length and the first bytes. A second one follows only for longer objects.
 """
 
 from __future__ import annotations

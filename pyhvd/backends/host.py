@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
@@ -258,7 +259,7 @@ class HostBackend:
         self.fabric.alltoallv(sent.view(np.uint8), words, received.view(np.uint8), words)
         return [int(count) for count in received]
 
-    def gather_counts(self, counts: Sequence[int]) -> Addresses:
+    def gather_counts(self, counts: Sequence[int]) -> NDArray[np.int64]:
         """Return, in row r, the counts of rank r."""
         table = np.empty((self.size, self.size), np.int64)
         self.fabric.allgather(np.array(counts, np.int64).view(np.uint8), table.reshape(-1).view(np.uint8))

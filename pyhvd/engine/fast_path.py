@@ -173,7 +173,9 @@ class FastPathAdapter:
         self._held: list[tuple[int, Request]] = []
         self._to_recall: dict[int, bytes] = {}
         self._recalled: set[CachedCall] = set()  # for what is held back
-        self._splits: dict[tuple[int, int], Ints] = {}  # of the alltoalls of this response list, by set and slot
+        self._splits: dict[
+            tuple[int, int], Ints
+        ] = {}  # of the alltoalls of this response list, by set and slot
         if arena is not None:
             fast_path.know_arena(arena.start, arena.nbytes)
         fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)

@@ -1,7 +1,7 @@
 """What the ranks' sizes make of a remembered call on one host: what each rank copies, or reduces; pure.
 
-A rank has a lane in a move (``pyhvd_local_move`` in ``common/job.h``): the bytes that it has for the others. In an
-all-to-all the blocks for the ranks behind it come first, so that each rank reads from another one at a time.
+A rank has a lane in a move (``pyhvd_local_move`` in ``common/job.h``): the bytes that it has for the others.
+In an all-to-all the block for the next rank comes first, so that each rank reads from another one at a time.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def _alltoall(sizes: Ints, rank: int) -> LocalMove:
     turned = np.array([np.roll(sizes[s], -s - 1)[:-1] for s in range(ranks)]).reshape(ranks, -1)
     offsets = before(turned)
     others = [q for q in range(ranks) if q != rank]
-    sources = [(rank, offsets[rank, k], turned[rank, k], starts[(rank + 1 + k) % ranks]) for k in range(ranks - 1)]
+    sources = [
+        (rank, offsets[rank, k], turned[rank, k], starts[(rank + 1 + k) % ranks]) for k in range(ranks - 1)
+    ]
     targets = [(q, offsets[q, (rank - q - 1) % ranks], sizes[q, rank], into[q]) for q in others]
     own = int(starts[rank]), int(into[rank]), int(sizes[rank, rank])
     return LocalMove(_parts(sources), _parts(targets), own, int(turned.sum(axis=1).max()))

@@ -204,8 +204,9 @@ def start(
     postscale: float,
     process_set: Any,
 ) -> Handle: ...
-
-def start_move(verb: int, form: int, tensors: Any, term: Any, name: str | None, process_set: Any) -> Handle: ...
+def start_move(
+    verb: int, form: int, tensors: Any, term: Any, name: str | None, process_set: Any
+) -> Handle: ...
 
 class Handle:
     @property

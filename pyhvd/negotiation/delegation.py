@@ -12,7 +12,6 @@ from typing import Protocol
 from pyhvd.negotiation.messages import HOST, Request, RequestType, iter_bits
 from pyhvd.negotiation.response_cache import SlotTable
 
-
 _ON_ONE_HOST = frozenset(
     (
         RequestType.ALLREDUCE,

@@ -374,6 +374,6 @@ class Meter:
 
 def _nested(flat: dict[tuple[str, str], int]) -> dict[str, dict[str, int]]:
     nested: dict[str, dict[str, int]] = {}
-    for (verb, lane), value in sorted(flat.items()):
-        nested.setdefault(verb, {})[lane] = value
+    for (of_verb, lane), value in sorted(flat.items()):
+        nested.setdefault(of_verb, {})[lane] = value
     return nested

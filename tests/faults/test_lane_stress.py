@@ -23,8 +23,8 @@ import pytest
 
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
-from pyhvd.engine.plans import Plan
 from pyhvd.engine.context import ContextHolder, current_holder, playing_rank, process_holder
+from pyhvd.engine.plans import Plan
 from pyhvd.native import shared_memory
 from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import Request, RequestType
@@ -103,7 +103,9 @@ def _main(
     meet.wait()
     here.thread.start()
     # start() returns None for a call that the fast path does not take.
-    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None, lambda *_: None)
+    set_lookup(
+        current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None, lambda *_: None
+    )
     slot = ContextHolder()
     slot.fast_path = here.lane
     with playing_rank(slot):

@@ -1,4 +1,4 @@
-"""Random programs of all verbs, names and none, process sets, threads, changed sizes and joins, on one host."""
+"""Random programs of all verbs, with process sets, threads, changed sizes and joins, on one host."""
 
 from __future__ import annotations
 

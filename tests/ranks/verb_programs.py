@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,11 @@ class Call:
         if self.verb == "allgather":
             return np.concatenate(every)
         if self.verb == "alltoall":
-            blocks = [np.split(each, np.cumsum(self.rows[q])[:-1]) for q, each in zip(ranks, every, strict=True)]
+            blocks = [
+                np.split(each, np.cumsum(self.rows[q])[:-1]) for q, each in zip(ranks, every, strict=True)
+            ]
             return np.concatenate([each[rank] for each in blocks])
-        total = np.sum(every, axis=0, dtype=self.dtype)
+        total: Array = np.sum(every, axis=0, dtype=self.dtype)
         if self.verb == "reducescatter":
             rows = rows_of(len(total), len(self.rows))
             return total[sum(rows[:rank]) : sum(rows[: rank + 1])]
@@ -141,7 +144,9 @@ def submit(call: Call, process_set: hvd.ProcessSet, members: Sequence[int]) -> t
     return begin(given, **how), tensors
 
 
-def check(call: Call, handle: hvd.Handle, tensors: list[Array], members: Sequence[int], gone: Sequence[int]) -> None:
+def check(
+    call: Call, handle: hvd.Handle, tensors: list[Array], members: Sequence[int], gone: Sequence[int]
+) -> None:
     """Wait for a call, and compare its results; ``gone`` are ranks that have joined."""
     rank = members.index(hvd.rank())
     ranks = [q for q, member in enumerate(members) if member not in gone]
@@ -184,16 +189,18 @@ def run_program(seed: int, steps: int, ranks: int) -> None:
     rng, own = random.Random(seed), random.Random(f"{seed} {hvd.rank()}")
     everyone = tuple(range(ranks))
     sets: Sets = [(everyone, hvd.global_process_set)]
-    for members in ((everyone[1:],) if ranks > 2 else ()):
+    for members in (everyone[1:],) if ranks > 2 else ():
         sets.append((members, hvd.add_process_set(members)))
     sizes = [len(members) for members, _ in sets]
     programs = [Program(rng, sizes) for _ in range(2)]
     for _ in range(steps):
-        drawn = [[program.draw(k + 4 * n) for k in range(rng.randint(1, 3))] for n, program in enumerate(programs)]
+        drawn = [
+            [program.draw(k + 4 * n) for k in range(rng.randint(1, 3))] for n, program in enumerate(programs)
+        ]
         drawn[1] = [call for call in drawn[1] if call.name is not None]  # order is that of one thread
         _in_two_threads(
-            lambda drawn=drawn: run_calls(drawn[0], sets, own),
-            lambda drawn=drawn: run_calls(drawn[1], sets, random.Random(own.random())),
+            partial(run_calls, drawn[0], sets, own),
+            partial(run_calls, drawn[1], sets, random.Random(own.random())),
         )
         if rng.random() < 0.3:
             hvd.barrier()

@@ -29,7 +29,9 @@ GROUPED = [False, True]
 @pytest.fixture(autouse=True)
 def _nothing_by_message() -> Iterator[None]:
     """Let start() return None for a call that the fast path does not take."""
-    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None, lambda *_: None)
+    set_lookup(
+        current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None, lambda *_: None
+    )
     yield
     set_lookup(
         current_holder, process_holder, ProcessSet, global_process_set, reduce_by_message, move_by_message
@@ -193,8 +195,8 @@ def test_a_group_is_posted_whatever_the_order_of_its_slots() -> None:
         taken = unit.take()
         assert taken is not None
         assert [(request, source.size) for request, source, *_ in taken[1]] == [(mine[0], 1), (mine[1], 2)]
-        for _ in mine:
-            unit.settle(None)
+        for k in range(len(mine)):
+            unit.settle(k, None, None)
 
 
 def test_what_was_refused_stays_so_when_the_number_comes() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.negotiation.message_table import StragglerStats
+from pyhvd.negotiation.messages import RequestType
 from pyhvd.observe.metrics import BUCKETS, Histogram, Meter, bucket_of
 
 
@@ -27,6 +28,9 @@ class FakeFastPath:
             "execution": (_buckets({13: 2}), 10_000),
             "wait": (_buckets({}), 0),
         }
+
+    def verb_counts(self) -> dict[int, tuple[int, int]]:
+        return {RequestType.ALLREDUCE: (3, 16), RequestType.ALLTOALL: (1, 8)}
 
     def lateness(self) -> list[tuple[int, int]]:
         return [(1, 0), (3, 2_000_000_000)]
@@ -81,8 +85,16 @@ def test_a_snapshot_has_what_both_lanes_counted() -> None:
     meter.failed("MismatchError")
     meter.stalled(3, reports=1)
     seen = meter.snapshot()
-    assert seen.tensors == {"allreduce": {"fast": 4, "window": 2}, "broadcast": {"window": 1}}
-    assert seen.bytes == {"allreduce": {"fast": 24, "window": 128}, "broadcast": {"window": 7}}
+    assert seen.tensors == {
+        "allreduce": {"fast": 3, "window": 2},
+        "alltoall": {"fast": 1},
+        "broadcast": {"window": 1},
+    }
+    assert seen.bytes == {
+        "allreduce": {"fast": 16, "window": 128},
+        "alltoall": {"fast": 8},
+        "broadcast": {"window": 7},
+    }
     assert seen.responses == {"fast": 2, "window": 2}
     assert (seen.response_tensors.count, seen.response_tensors.sum) == (4, 7)
     assert (seen.response_bytes.count, seen.response_bytes.sum) == (4, 24 + 135)
