@@ -7,13 +7,12 @@ so that the other ranks do not wait.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from types import CodeType, FrameType, TracebackType
@@ -206,16 +205,26 @@ class Call:
             exc.args = (f"{verb(self.kind)} {self.name!r}: {exc.args[0]}",)
 
 
-@contextlib.contextmanager
-def refusing(
-    kind: RequestType, name: str | None, process_set: ProcessSet, *, grouped: bool = False
-) -> Iterator[None]:
-    """Announce a call as refused if the body, which prepares the call, raises an error."""
-    try:
-        yield
-    except Exception:
-        with Call(kind, name, process_set, grouped=grouped):
-            raise
+class refusing:  # noqa: N801 - it reads as a function
+    """Context manager that announces a call as refused if the body, which prepares it, raises an error."""
+
+    __slots__ = ("_call", "_grouped")
+
+    def __init__(
+        self, kind: RequestType, name: str | None, process_set: ProcessSet, *, grouped: bool = False
+    ) -> None:
+        self._call, self._grouped = (kind, name, process_set), grouped
+
+    def __enter__(self) -> None:
+        """Begin the preparation."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Announce the error, and let it pass."""
+        if isinstance(exc, Exception):
+            with Call(*self._call, grouped=self._grouped):
+                raise exc
 
 
 def calling_site() -> tuple[CodeType, int] | None:

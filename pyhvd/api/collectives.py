@@ -521,14 +521,17 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: the de
     return last
 
 
+_BARRIER = OwnName(BARRIER_NAME)
+
+
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
     with context.current().turn(process_set, BARRIER_NAME) as turn:
-        turn.finish(start_move(RequestType.BARRIER, WAITS, None, None, BARRIER_NAME, process_set))
+        turn.finish(start_move(RequestType.BARRIER, WAITS, None, None, _BARRIER, process_set))
 
 
 def _barrier(_: int, __: None, ___: None, name: str, process_set: ProcessSet) -> Handle:
-    with Call(RequestType.BARRIER, OwnName(name), process_set) as call:
+    with Call(RequestType.BARRIER, name, process_set) as call:
         call.add(None, None)
         return call.submit()
 
@@ -550,4 +553,12 @@ def move_by_message(
     return _BY_MESSAGE[RequestType(verb)](form, tensors, term, name, process_set)
 
 
-set_lookup(current_holder, process_holder, ProcessSet, global_process_set, reduce_by_message, move_by_message)
+set_lookup(
+    current_holder,
+    process_holder,
+    ProcessSet,
+    global_process_set,
+    OwnName,
+    reduce_by_message,
+    move_by_message,
+)

@@ -7,8 +7,7 @@ length and the first bytes. A second one follows only for longer objects.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -19,6 +18,7 @@ from pyhvd.api.collectives import start_move
 from pyhvd.api.handles import Handle, synchronize
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.engine import context
+from pyhvd.engine.context import Turn
 from pyhvd.native.shared_memory import IN_PLACE, WAITS
 from pyhvd.negotiation.messages import UNNAMED, RequestType
 
@@ -30,6 +30,7 @@ FIRST = 4096
 ALLGATHER_FIRST = 65536
 LENGTH = 8
 """Bytes of the length."""
+_OWN = OwnName(f"object.{UNNAMED}")
 
 
 def broadcast_object(
@@ -53,8 +54,9 @@ def broadcast_object(
     process_set : ProcessSet
         The ranks that take part.
     """
-    with _named(name, process_set, RequestType.BROADCAST) as (own, finish):
-        data = broadcast_bytes(lambda: _pickled(obj), root_rank, own, process_set, finish)
+    own, turn = _naming(name, process_set, RequestType.BROADCAST)
+    with turn:
+        data = broadcast_bytes(lambda: _pickled(obj), root_rank, own, process_set, turn.finish)
     return obj if context.current().topology.rank == root_rank else _unpickled(data.data)
 
 
@@ -72,10 +74,10 @@ def broadcast_bytes(
     if here:
         with refusing(RequestType.BROADCAST, _part(name, "sz"), process_set):
             data = make()
-        _fill(first, data)
+        _fill(first.data, data.data)
     form, kind = IN_PLACE | WAITS, RequestType.BROADCAST
     finish(start_move(kind, form, first, root_rank, _part(name, "sz"), process_set))
-    size = int(first[:LENGTH].view(np.int64)[0])
+    size = int.from_bytes(first.data[:LENGTH], "little")
     if size <= room:
         return data[:size]
     if not here:
@@ -102,10 +104,11 @@ def allgather_object(
     process_set : ProcessSet
         The ranks that take part.
     """
-    with _named(name, process_set, RequestType.ALLGATHER) as (own, finish):
+    own, turn = _naming(name, process_set, RequestType.ALLGATHER)
+    with turn:
         with refusing(RequestType.ALLGATHER, _part(own, "sz"), process_set):
             data = _pickled(obj)
-        return [_unpickled(each) for each in allgather_bytes(data, own, process_set, finish)]
+        return [_unpickled(each) for each in allgather_bytes(data, own, process_set, turn.finish)]
 
 
 def allgather_bytes(
@@ -117,38 +120,33 @@ def allgather_bytes(
     block = min(max(ALLGATHER_FIRST // len(members), 64), FIRST)
     room, kind = block - LENGTH, RequestType.ALLGATHER
     first = np.zeros(block, np.uint8)
-    _fill(first, mine)
+    _fill(first.data, mine.data)
     gathered = finish(start_move(kind, WAITS, first, None, _part(name, "sz"), process_set))
-    rows = gathered.reshape(-1, block)
-    sizes = rows[:, :LENGTH].copy().view(np.int64)[:, 0].tolist()
+    rows = [gathered.data[at : at + block] for at in range(0, len(gathered), block)]
+    sizes = [int.from_bytes(row[:LENGTH], "little") for row in rows]
     if max(sizes) <= room:
-        return [row[LENGTH : LENGTH + n].data for row, n in zip(rows, sizes, strict=True)]
+        return [row[LENGTH : LENGTH + n] for row, n in zip(rows, sizes, strict=True)]
     long = mine if mine.nbytes > room else mine[:0]
     everything = finish(start_move(kind, WAITS, long, None, _part(name, "t"), process_set))
     ends = np.cumsum([n if n > room else 0 for n in sizes])
     return [
-        everything[end - n : end].data if n > room else row[LENGTH : LENGTH + n].data
+        everything[end - n : end].data if n > room else row[LENGTH : LENGTH + n]
         for row, n, end in zip(rows, sizes, ends, strict=True)
     ]
 
 
-def _fill(first: Bytes, data: Bytes) -> None:
+def _fill(first: memoryview, data: memoryview) -> None:
     """Store the length of some bytes, and the first of them."""
-    first[:LENGTH].view(np.int64)[0] = data.nbytes
     start = data[: len(first) - LENGTH]
+    first[:LENGTH] = len(data).to_bytes(LENGTH, "little")
     first[LENGTH : LENGTH + len(start)] = start
 
 
-@contextmanager
-def _named(name: str | None, process_set: ProcessSet, kind: RequestType) -> Iterator[tuple[str, Finish]]:
-    """Yield the name of a call, and how to wait for its collectives; calls without a name take turns."""
+def _naming(name: str | None, process_set: ProcessSet, kind: RequestType) -> tuple[str, Turn]:
+    """Return the name of a call, and its turn: calls without a name follow each other."""
     if given := checked_name(name, kind):
-        context.current().members_of(process_set)
-        yield given, synchronize
-        return
-    own = f"object.{UNNAMED}"
-    with context.current().turn(process_set, own) as turn:
-        yield OwnName(own), turn.finish
+        return given, Turn()
+    return _OWN, context.current().turn(process_set, _OWN)
 
 
 def _part(name: str, part: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from pyhvd.backends.host import rows_of
 from pyhvd.dtypes import BY_CODE
 from pyhvd.engine.output_allocation import as_splits
-from pyhvd.negotiation.messages import Request, RequestType
+from pyhvd.negotiation.messages import UNNAMED, Request, RequestType
 from pyhvd.transport.moves import Ints, before
 
 
@@ -45,6 +45,8 @@ class Plan:
 
     Attributes
     ----------
+    own_name : bool
+        Whether pyhvd has made up the tensor's name.
     rows : int
         Rows of the result; -1: it has the tensor's shape.
     beside : object
@@ -57,6 +59,7 @@ class Plan:
         Where each rank's portion begins, and the end, in elements (reducescatter).
     """
 
+    own_name: bool = False
     rows: int = -1
     beside: Any = None
     splits: tuple[int, ...] = ()
@@ -83,26 +86,26 @@ def make_plan(
     splits : int64 array, optional
         In row s the rows that set rank s has for each set rank (alltoall).
     """
-    size, shape = len(members), request.shape
+    size, shape, own = len(members), request.shape, UNNAMED in request.name.split(".")
     if request.type == RequestType.REDUCESCATTER:
         rows = rows_of(shape[0], size)
-        return Plan(rows[rank], portions=np.cumsum([0, *rows], dtype=np.int64) * math.prod(shape[1:]))
+        return Plan(own, rows[rank], portions=np.cumsum([0, *rows], dtype=np.int64) * math.prod(shape[1:]))
     item = BY_CODE[request.dtype].itemsize if request.dtype in BY_CODE else 0
     if request.type == RequestType.BROADCAST:
         nbytes = math.prod(shape) * item
         counts = [nbytes * (member == request.root) for member in members]
-        return Plan(move=_gather(counts, rank, [0] * size))
+        return Plan(own, move=_gather(counts, rank, [0] * size))
     row = math.prod(shape[1:]) * item
     if request.type == RequestType.ALLGATHER:
         counts = [n * row for n in dims]
         move = _gather(counts, rank, before(np.array(counts, np.int64)).tolist())
-        return Plan(sum(dims), tuple(dims), move=move)
+        return Plan(own, sum(dims), tuple(dims), move=move)
     if request.type == RequestType.ALLTOALL:
         assert splits is not None
         mine, received = splits[rank].tolist(), splits[:, rank].tolist()
         even = not shape[0] % size and mine == rows_of(shape[0], size)
-        return Plan(sum(received), as_splits(received), tuple(mine), even, _alltoall(splits * row, rank))
-    return Plan()
+        return Plan(own, sum(received), as_splits(received), tuple(mine), even, _alltoall(splits * row, rank))
+    return Plan(own)
 
 
 def _gather(counts: Sequence[int], rank: int, starts: Sequence[int]) -> LocalMove:

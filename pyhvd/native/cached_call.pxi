@@ -31,6 +31,7 @@ cdef class CachedTensor:
     cdef readonly CachedCall call
     cdef readonly object plan
     cdef int verb
+    cdef bint own_name  # whether pyhvd has made up the name
     cdef pyhvd_local_move move
     cdef const int64_t* portions  # NULL: none
     # They keep alive what `move` and `portions` point to.
@@ -57,6 +58,7 @@ cdef class CachedTensor:
         self.version = version
         self.plan = plan
         self.verb = request.type
+        self.own_name = plan.own_name
         self.op = request.op
         self.prescale = request.prescale
         self.postscale = request.postscale

@@ -239,12 +239,12 @@ cdef class FastPath(ReadyTableEnd):
                 return
         if len(request.shape) > 32:
             return
-        cached.count = 1
+        cached.count = request.dtype >= 0  # a barrier has no elements
         for length in request.shape:
             cached.count *= length
         cached.prescale = request.prescale
         cached.postscale = postscale
-        cached.dtype = max(request.dtype, 0)  # a barrier has no elements
+        cached.dtype = max(request.dtype, 0)
         cached.op = op
         tensor = CachedTensor(request, slot, version, plan)
         tensor.describe(cached)

@@ -190,6 +190,7 @@ def set_lookup(
     process_holder: FastPathHolder,
     set_class: type,
     global_set: object,
+    own_name: type[str],
     reduce: Callable[..., Any],
     move: Callable[..., Any],
 ) -> None: ...

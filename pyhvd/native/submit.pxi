@@ -24,6 +24,7 @@ cdef object _current_holder = None
 cdef FastPathHolder _process_holder = None
 cdef object _set_class = None
 cdef object _global_set = None
+cdef object _own_name = None
 cdef object _reduce_by_message = None
 cdef object _move_by_message = None
 cdef int _rank_threads = 0
@@ -36,14 +37,18 @@ cpdef enum:
     PAIRS = 16
 
 
-def set_lookup(current_holder, FastPathHolder process_holder, set_class, global_set, reduce, move):
+def set_lookup(
+    current_holder, FastPathHolder process_holder, set_class, global_set, own_name, reduce, move
+):
     """Tell :func:`start` and :func:`start_move` how to find the caller's fast path and process set.
 
-    ``reduce`` and ``move`` submit the calls that cannot use the fast path; they take the same arguments.
+    ``own_name`` is the class of the names that pyhvd gives to tensors of its own. ``reduce`` and ``move``
+    submit the calls that cannot use the fast path; they take the same arguments.
     """
-    global _current_holder, _process_holder, _set_class, _global_set, _reduce_by_message, _move_by_message
+    global _current_holder, _process_holder, _set_class, _global_set, _own_name
+    global _reduce_by_message, _move_by_message
     _current_holder, _process_holder = current_holder, process_holder
-    _set_class, _global_set = set_class, global_set
+    _set_class, _global_set, _own_name = set_class, global_set, own_name
     _reduce_by_message, _move_by_message = reduce, move
 
 
@@ -127,7 +132,7 @@ cdef CachedCall find_call(int verb, int form, object tensors, object name, objec
         set_id = process_set.process_set_id
     if path.paused or path.closed or path.generation != _generation:
         return None
-    if type(name) is not str or type(set_id) is not int:
+    if (type(name) is not str and type(name) is not _own_name) or type(set_id) is not int:
         return None
     if not 0 <= set_id < SETS:
         return None
@@ -139,6 +144,8 @@ cdef CachedCall find_call(int verb, int form, object tensors, object name, objec
     elif isinstance(tensors, (list, tuple)):
         call = <CachedCall>served.groups.get((name, len(tensors)))
     if call is None or call.grouped != grouped or call.first.verb != verb:
+        return None
+    if call.first.own_name != (type(name) is _own_name):
         return None
     if (path.entries or path.refusals) and not path.is_free(call):
         return None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from pyhvd.api.call import OwnName
 from pyhvd.api.collectives import move_by_message, reduce_by_message
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
@@ -34,7 +35,13 @@ def _nothing_by_message() -> Iterator[None]:
     )
     yield
     set_lookup(
-        current_holder, process_holder, ProcessSet, global_process_set, reduce_by_message, move_by_message
+        current_holder,
+        process_holder,
+        ProcessSet,
+        global_process_set,
+        OwnName,
+        reduce_by_message,
+        move_by_message,
     )
 
 
