@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyhvd.api.call import OwnName
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.engine.context import ContextHolder, current_holder, playing_rank, process_holder
@@ -104,7 +105,7 @@ def _main(
     here.thread.start()
     # start() returns None for a call that the fast path does not take.
     set_lookup(
-        current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None, lambda *_: None
+        current_holder, process_holder, ProcessSet, global_process_set, OwnName, *[lambda *_: None] * 2
     )
     slot = ContextHolder()
     slot.fast_path = here.lane

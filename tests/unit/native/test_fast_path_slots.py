@@ -31,7 +31,7 @@ GROUPED = [False, True]
 def _nothing_by_message() -> Iterator[None]:
     """Let start() return None for a call that the fast path does not take."""
     set_lookup(
-        current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None, lambda *_: None
+        current_holder, process_holder, ProcessSet, global_process_set, OwnName, *[lambda *_: None] * 2
     )
     yield
     set_lookup(
