@@ -21,7 +21,7 @@ from pyhvd.config import Config
 from pyhvd.controller import Worker
 from pyhvd.devices.array_libraries import adopt
 from pyhvd.dtypes import lookup
-from pyhvd.engine.plans import make_plan
+from pyhvd.engine.plans import PLAIN, make_plan
 from pyhvd.errors import UnsupportedDtypeError
 from pyhvd.native.shared_memory import MAX_SLOTS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.delegation import is_delegated
@@ -323,9 +323,10 @@ class FastPathAdapter:
     def _remember(self, own: Request, response: Response) -> None:
         set_id, slot = response.process_set, response.slot
         members = self._worker.sets[set_id]
-        plan = make_plan(
-            own, members.index(self._worker.rank), members, response.dims, self._splits.get((set_id, slot))
-        )
+        plan = PLAIN
+        if own.type != RequestType.ALLREDUCE:
+            rank = members.index(self._worker.rank)
+            plan = make_plan(own, rank, members, response.dims, self._splits.get((set_id, slot)))
         op, postscale = -1, 1.0
         if own.op >= 0:
             spec = own.reduce_spec(len(members))

@@ -68,6 +68,10 @@ class Plan:
     portions: Ints | None = None
 
 
+PLAIN = Plan()
+"""That of an allreduce."""
+
+
 def make_plan(
     request: Request, rank: int, members: Sequence[int], dims: Sequence[int], splits: Ints | None
 ) -> Plan:
