@@ -17,6 +17,7 @@ QUESTIONS = (
     "resnet",
     "small",
     "latency",
+    "verbs",
     "metrics",
     "busy",
     "idle",
