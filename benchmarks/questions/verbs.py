@@ -1,9 +1,9 @@
 """verbs: each verb by a remembered name, against mpi4py's upper-case call on the same bytes.
 
-The bytes are those of the larger side: what a rank gets of an allgather, what it gives to a reducescatter. pyhvd's
-calls return new arrays, as programs use them, and MPI's write into old ones; a broadcast is in place in both.
-Each is called many times in a row if it is small. A ratio counts against the best of MPI's ways: the library as
-it comes, and under Open MPI also its single-copy hierarchical collectives (xhc).
+The bytes are those of the larger side: what a rank gets of an allgather, what it gives to a reducescatter.
+pyhvd's calls return new arrays, as programs use them, and MPI's write into old ones; a broadcast is in place
+in both. Each is called many times in a row if it is small. A ratio counts against the best of MPI's ways: the
+library as it comes, and under Open MPI also its single-copy hierarchical collectives (xhc).
 """
 
 from __future__ import annotations
