@@ -526,8 +526,8 @@ _BARRIER = OwnName(BARRIER_NAME)
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
-    with context.current().turn(process_set, BARRIER_NAME) as turn:
-        turn.finish(start_move(RequestType.BARRIER, WAITS, None, None, _BARRIER, process_set))
+    with context.current().order(process_set, BARRIER_NAME) as order:
+        order.finish(start_move(RequestType.BARRIER, WAITS, None, None, _BARRIER, process_set))
 
 
 def _barrier(_: int, __: None, ___: None, name: str, process_set: ProcessSet) -> Handle:

@@ -18,7 +18,7 @@ from pyhvd.api.collectives import start_move
 from pyhvd.api.handles import Handle, synchronize
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.engine import context
-from pyhvd.engine.context import Turn
+from pyhvd.engine.context import CallOrder
 from pyhvd.native.shared_memory import IN_PLACE, WAITS
 from pyhvd.negotiation.messages import UNNAMED, RequestType
 
@@ -54,9 +54,9 @@ def broadcast_object(
     process_set : ProcessSet
         The ranks that take part.
     """
-    own, turn = _naming(name, process_set, RequestType.BROADCAST)
-    with turn:
-        data = broadcast_bytes(lambda: _pickled(obj), root_rank, own, process_set, turn.finish)
+    own, order = _naming(name, process_set, RequestType.BROADCAST)
+    with order:
+        data = broadcast_bytes(lambda: _pickled(obj), root_rank, own, process_set, order.finish)
     return obj if context.current().topology.rank == root_rank else _unpickled(data.data)
 
 
@@ -104,11 +104,11 @@ def allgather_object(
     process_set : ProcessSet
         The ranks that take part.
     """
-    own, turn = _naming(name, process_set, RequestType.ALLGATHER)
-    with turn:
+    own, order = _naming(name, process_set, RequestType.ALLGATHER)
+    with order:
         with refusing(RequestType.ALLGATHER, _part(own, "sz"), process_set):
             data = _pickled(obj)
-        return [_unpickled(each) for each in allgather_bytes(data, own, process_set, turn.finish)]
+        return [_unpickled(each) for each in allgather_bytes(data, own, process_set, order.finish)]
 
 
 def allgather_bytes(
@@ -142,11 +142,11 @@ def _fill(first: memoryview, data: memoryview) -> None:
     first[LENGTH : LENGTH + len(start)] = start
 
 
-def _naming(name: str | None, process_set: ProcessSet, kind: RequestType) -> tuple[str, Turn]:
-    """Return the name of a call, and its turn: calls without a name follow each other."""
+def _naming(name: str | None, process_set: ProcessSet, kind: RequestType) -> tuple[str, CallOrder]:
+    """Return the name of a call, and the order of such calls."""
     if given := checked_name(name, kind):
-        return given, Turn()
-    return _OWN, context.current().turn(process_set, _OWN)
+        return given, CallOrder()
+    return _OWN, context.current().order(process_set, _OWN)
 
 
 def _part(name: str, part: str) -> str:

@@ -60,14 +60,14 @@ from pyhvd.transport.world import World
 Ranks = tuple[int, ...]
 
 
-class Turn:
+class CallOrder:
     """Context manager by which the threads of a rank make calls of one name, one after the other."""
 
     def __init__(self) -> None:
         self._last: Handle | None = None  # if its wait was interrupted, the next thread waits for its end
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> CallOrder:
         self._lock.acquire()
         try:
             if self._last is not None:
@@ -203,7 +203,7 @@ class Context:
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
         self._counts: dict[int, Counts] = {}
-        self._turns: dict[tuple[int, str], Turn] = {}
+        self._orders: dict[tuple[int, str], CallOrder] = {}
         self._lock = threading.Lock()
         self.hooks = Instruments()
         self.warned_of_memory = False
@@ -334,13 +334,13 @@ class Context:
             number = counts[prefix] = counts.get(prefix, -1) + 1
             return f"{prefix}.{number}", counts
 
-    def turn(self, process_set: Any, name: str) -> Turn:
-        """Return the turn of a process set's calls of one name; errors as :meth:`members_of`."""
+    def order(self, process_set: Any, name: str) -> CallOrder:
+        """Return the order of a process set's calls of one name; errors as :meth:`members_of`."""
         key = self.members_of(process_set)[0], name
         with self._lock:
-            if (turn := self._turns.get(key)) is None:
-                turn = self._turns[key] = Turn()
-        return turn
+            if (order := self._orders.get(key)) is None:
+                order = self._orders[key] = CallOrder()
+        return order
 
     def members_of(self, process_set: Any) -> tuple[int, Ranks]:
         """Return the id and the members of a process set that this rank may use.

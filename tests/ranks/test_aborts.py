@@ -78,7 +78,7 @@ def test_an_allreduce_that_fails_on_one_rank(
 
 VERBS: dict[str, tuple[str, Callable[[], Any]]] = {
     "allgather": ("allgatherv", lambda: hvd.allgather(np.ones(5), name="x")),
-    "broadcast": ("broadcast", lambda: hvd.broadcast(np.ones(5), 0, name="x")),
+    "broadcast": ("broadcast", lambda: hvd.broadcast(np.ones(5), VICTIM, name="x")),
     "alltoall": ("exchange", lambda: hvd.alltoall(np.ones(6), name="x")),
     "reducescatter": ("alltoallv", lambda: hvd.reducescatter(np.ones(6), name="x")),
     "adasum": ("pairwise_exchange", lambda: hvd.allreduce(np.ones(40_000), op=hvd.Adasum, name="x")),
