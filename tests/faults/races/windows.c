@@ -77,18 +77,19 @@ static double draw_factor(player *p, int dtype) {
     return pyhvd_can_scale(dtype, factor) ? factor : 1.0;
 }
 
-static void reduce(player *p, const pyhvd_job *job) {
-    pyhvd_job_cursor cursor;
-    if (roll(&p->draw, 2)) {
-        if (pyhvd_window_allreduce(&p->w, job)) fail("rank %d: no rank has aborted", p->rank);
-        return;
-    }
-    pyhvd_window_begin(&cursor, job);
-    p->w.interruptible = 1;
+/* Proceed with an operation to its end, in pieces or at once. */
+static void proceed(player *p, pyhvd_job_cursor *cursor) {
+    p->w.interruptible = (int)roll(&p->draw, 2);
     int status = PYHVD_LATER;
-    while (status == PYHVD_LATER) status = pyhvd_window_proceed(&p->w, &cursor);
+    while (status == PYHVD_LATER) status = pyhvd_window_proceed(&p->w, cursor);
     p->w.interruptible = 0;
     if (status) fail("rank %d: no rank has aborted", p->rank);
+}
+
+static void reduce(player *p, const pyhvd_job *job) {
+    pyhvd_job_cursor cursor;
+    pyhvd_window_begin(&cursor, job);
+    proceed(p, &cursor);
 }
 
 /* Reduce the inputs of each host, in place; store where the results are, and return how many. */
@@ -156,10 +157,75 @@ static void allreduce(player *p) {
     }
 }
 
+/* Reduce one tensor, of which each rank gets a portion; a portion may be empty. */
+static void scatter(player *p) {
+    int64_t src = (int64_t)(intptr_t)p->send, dst = (int64_t)(intptr_t)p->recv;
+    int64_t starts[2] = {0}, portions[MOST_RANKS + 1] = {0};
+    pyhvd_job job = {&src, &dst, starts, 1, (int)roll(&p->plan, PYHVD_DTYPES), PYHVD_SUM,
+                     1,    1,    0,      portions};
+    size_t item = pyhvd_itemsize(job.dtype), most = MOST(p->s->capacity) / (size_t)p->size / item;
+    for (int q = 0; q < p->size; q++)
+        portions[q + 1] = portions[q] + (int64_t)(draw_bytes(p, most * item) / item);
+    starts[1] = portions[p->size];
+    job.op = draw_op(p, job.dtype);
+    job.prescale = draw_factor(p, job.dtype);
+    job.postscale = draw_factor(p, job.dtype);
+    fill_in(p, p->send, (size_t)starts[1] * item, job.dtype, p->rank, 0);
+    linger(&p->draw);
+    reduce(p, &job);
+    foretell(p, &job, -1);
+    size_t bytes = (size_t)(portions[p->rank + 1] - portions[p->rank]) * item;
+    if (memcmp(p->recv, p->expected + (size_t)portions[p->rank] * item, bytes))
+        fail("rank %d, round %d: a portion of dtype %d is torn", p->rank, (int)p->round, job.dtype);
+}
+
+/* Send a block to each rank, in lanes whose first block is for the next rank. */
+static void shuffle(player *p) {
+    int64_t sizes[MOST_RANKS][MOST_RANKS], sent[MOST_RANKS] = {0}, got[MOST_RANKS] = {0};
+    pyhvd_part sources[MOST_RANKS], targets[MOST_RANKS];
+    pyhvd_local_move move = {.sources = sources, .targets = targets};
+    pyhvd_job_cursor cursor;
+    for (int q = 0; q < p->size; q++)
+        for (int k = 0; k < p->size; k++)
+            sizes[q][k] = (int64_t)draw_bytes(p, MOST(p->s->capacity) / (size_t)p->size);
+    for (int q = 1; q < p->size; q++) {
+        sent[q] = sent[q - 1] + sizes[p->rank][q - 1];
+        got[q] = got[q - 1] + sizes[q - 1][p->rank];
+    }
+    for (int q = 0; q < p->size; q++) {
+        int64_t at = 0;
+        for (int k = 1; k < p->size; k++) {
+            int to = (q + k) % p->size;
+            int64_t n = sizes[q][to];
+            if (q == p->rank && n)
+                sources[move.source_count++] = (pyhvd_part){q, at, n, sent[to]};
+            if (to == p->rank && n)
+                targets[move.target_count++] = (pyhvd_part){q, at, n, got[q]};
+            at += n;
+        }
+        if (at > move.longest) move.longest = at;
+        fill_in(p, p->send + sent[q], (size_t)sizes[p->rank][q], PYHVD_UINT8, p->rank, q);
+    }
+    move.own_from = sent[p->rank], move.own_to = got[p->rank];
+    move.own_bytes = sizes[p->rank][p->rank];
+    linger(&p->draw);
+    pyhvd_window_begin_local(&cursor, &move, (int64_t)(intptr_t)p->send,
+                             (int64_t)(intptr_t)p->recv);
+    proceed(p, &cursor);
+    for (int q = 0; q < p->size; q++) {
+        fill_in(p, p->expected, (size_t)sizes[q][p->rank], PYHVD_UINT8, q, p->rank);
+        if (memcmp(p->expected, p->recv + got[q], (size_t)sizes[q][p->rank]))
+            fail("rank %d, round %d: shuffled from %d", p->rank, (int)p->round, q);
+    }
+}
+
+/* Gather blocks; or one block, as a broadcast does. */
 static void gather(player *p) {
     int64_t counts[MOST_RANKS], starts[MOST_RANKS + 1] = {0};
+    int root = (int)roll(&p->plan, 2 * (uint64_t)p->size);
     for (int q = 0; q < p->size; q++) {
         counts[q] = (int64_t)draw_bytes(p, MOST(p->s->capacity) / (size_t)p->size);
+        if (root < p->size && q != root) counts[q] = 0;
         starts[q + 1] = starts[q] + counts[q];
     }
     uint8_t *send = roll(&p->draw, 2) ? p->send : p->recv + starts[p->rank];
@@ -335,14 +401,18 @@ static void use(int rank, void *what) {
     player p;
     enter(&p, s, rank);
     for (p.round = 1; p.round <= (uint64_t)s->t->rounds; p.round++) {
-        uint64_t kind = roll(&p.plan, 16);
+        uint64_t kind = roll(&p.plan, s->hosts ? 16 : 20);
         linger(&p.draw);
         if (kind < 10)
             allreduce(&p);
         else if (s->hosts && kind != 14)
             move(&p);
-        else if (kind < 12)
+        else if (kind < 12 || kind > 18)
             gather(&p);
+        else if (kind > 17)
+            shuffle(&p);
+        else if (kind > 15)
+            scatter(&p);
         else if (kind < 13)
             alltoall(&p);
         else if (kind < 14)
