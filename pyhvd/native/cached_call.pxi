@@ -295,12 +295,18 @@ cdef class CachedCall:
         return True
 
     cdef object empty_like(self, Py_ssize_t k, PyObject* tensor, int64_t* address):
-        """Return new memory for the k-th result, in the tensor's library, and store its address."""
+        """Return new memory for the k-th result, in the tensor's library, and store its address.
+
+        Without memory return None: the call goes by message, which tells the other ranks.
+        """
         cdef CachedTensor cached = <CachedTensor>self.tensors[k]
         cdef object result
         if PyArray_CheckExact(tensor):
             Py_INCREF(cached.dtype)  # PyArray_Empty steals a reference
-            result = PyArray_Empty(cached.ndim, cached.result_dims, <void*>cached.dtype, 0)
+            try:
+                result = PyArray_Empty(cached.ndim, cached.result_dims, <void*>cached.dtype, 0)
+            except MemoryError:
+                return None
             address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
             return result
         return (<TensorType>_tensor_types[type(<object>tensor)]).empty_like(cached, tensor, address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -86,10 +87,10 @@ def test_no_memory_for_an_output_on_one_rank(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(arrays, "np", allocator)
     for verb in (hvd.allgather, hvd.alltoall):
         rows = np.ones((7 * (hvd.size() if verb is hvd.alltoall else 1), 2))
-        for _ in range(2):
+        for name in ("large", "larger"):
             allocator.full = True
             good = hvd.allgather_async(np.ones(2), name="beside")
-            error = outcome(lambda verb=verb, rows=rows: verb(rows, name="large"))  # type: ignore[misc]
+            error = outcome(lambda verb=verb, rows=rows, name=name: verb(rows, name=name))  # type: ignore[misc]
             assert isinstance(error, hvd.RankFailedError), repr(error)
             assert error.rank == last()
             assert "no memory" in str(error)
@@ -98,8 +99,29 @@ def test_no_memory_for_an_output_on_one_rank(monkeypatch: pytest.MonkeyPatch) ->
             good.exception(10)
             hvd.barrier()
             allocator.full = False
-            assert verb(rows, name="large").shape == (7 * hvd.size(), 2)
+            assert verb(rows, name=name).shape == (7 * hvd.size(), 2)
             hvd.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("verb", ["allgather", "alltoall", "allreduce", "reducescatter"])
+def test_no_memory_for_a_remembered_output_on_one_rank(verb: str) -> None:
+    """The rank does not leave the others waiting on the fast path."""
+    hvd.init()
+    rows, call = np.ones(8 << 20), getattr(hvd, verb)
+    for _ in range(3):
+        want = call(rows, name=verb).nbytes
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if is_last():
+        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), limits[1]))
+    error = outcome(lambda: call(rows, name=verb))
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    expected = MemoryError if is_last() and verb in ("allreduce", "reducescatter") else hvd.RankFailedError
+    assert isinstance(error, expected), repr(error)
+    assert "emory" in repr(error)
+    assert call(rows, name=verb).nbytes == want
+    hvd.barrier()
 
 
 def _break_carrier(owner: type, verb: str, bad: int = 1) -> None:
