@@ -24,6 +24,7 @@ FLAGS = [
     "-fvisibility=hidden",
 ]
 KERNELS = sorted(glob.glob(f"{SRC}/kernels/*.c"))
+NUMPY_MACROS = ("NPY_NO_DEPRECATED_API", "NPY_TARGET_VERSION")
 HEADERS = sorted(glob.glob(f"{SRC}/*/*.h"))
 
 
@@ -47,7 +48,7 @@ def extension(name, *sources, headers=()):
         sources=[f"pyhvd/{name.replace('.', '/')}.pyx", *sources],
         depends=[*HEADERS, *KERNELS, *sorted(glob.glob("pyhvd/native/*.px[di]"))],
         include_dirs=[SRC, *headers],
-        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_22_API_VERSION")] if headers else [],
+        define_macros=[(name, "NPY_1_22_API_VERSION") for name in NUMPY_MACROS] if headers else [],
         extra_compile_args=FLAGS,
     )
 
@@ -61,7 +62,7 @@ setup(
                 "native.shared_memory",
                 *(
                     path
-                    for part in ("links", "exchange", "window", "agreement", "fast_path")
+                    for part in ("results", "links", "exchange", "window", "agreement", "fast_path")
                     for path in sorted(glob.glob(f"{SRC}/{part}/*.c"))
                 ),
                 headers=[numpy.get_include()],

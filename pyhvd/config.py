@@ -236,6 +236,11 @@ class Config:
         "responses remembered per process set (the fast lane: at most 65,536); 0: no response cache",
         ConfigEntry("params.cache_capacity", "N"),
     )
+    pool_size: int = _own(
+        256 * 1024 * 1024,
+        "most bytes of freed numpy results that a process keeps for later ones; 0: none",
+        parse=_count,
+    )
     disable_group_fusion: bool = _shared(False, "a grouped call's tensors are fused only with each other")
     dynamic_process_sets: bool = _shared(False, "add_process_set and remove_process_set are allowed")
     stall_check_disable: bool = _shared(

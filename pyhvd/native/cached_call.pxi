@@ -48,6 +48,7 @@ cdef class CachedTensor:
     cdef str layout
     cdef cnp.npy_intp dims[32]
     cdef cnp.npy_intp result_dims[32]
+    cdef size_t result_bytes
     cdef int64_t strides[32]  # of a tensor, in elements
 
     def __cinit__(self, request, uint32_t slot, uint64_t version, plan):
@@ -70,6 +71,9 @@ cdef class CachedTensor:
             self.dims[d] = self.result_dims[d] = length
         if plan.rows >= 0:
             self.result_dims[0] = plan.rows
+        self.result_bytes = pyhvd_itemsize(self.code)
+        for d in range(self.ndim):
+            self.result_bytes *= <size_t>self.result_dims[d]
         in_memory = list(map(int, self.layout.split(","))) if self.layout else list(range(self.ndim))
         for d in reversed(in_memory):
             self.strides[d] = step
@@ -302,12 +306,9 @@ cdef class CachedCall:
         cdef CachedTensor cached = <CachedTensor>self.tensors[k]
         cdef object result
         if PyArray_CheckExact(tensor):
-            Py_INCREF(cached.dtype)  # PyArray_Empty steals a reference
-            try:
-                result = PyArray_Empty(cached.ndim, cached.result_dims, <void*>cached.dtype, 0)
-            except MemoryError:
-                return None
-            address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
+            result = new_array(cached.ndim, cached.result_dims, cached.dtype, cached.result_bytes)
+            if result is not None:
+                address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
             return result
         return (<TensorType>_tensor_types[type(<object>tensor)]).empty_like(cached, tensor, address)
 

@@ -20,7 +20,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.exc cimport PyErr_Clear, PyErr_SetFromErrno
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
-from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -40,6 +40,7 @@ cdef extern from "Python.h":
 
 include "window.pxi"
 include "numpy_objects.pxi"
+include "results.pxi"
 include "sampler.pxi"
 include "host_tree.pxi"
 include "agreement.pxi"

@@ -20,6 +20,7 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "chunk_size": ("CHUNK_SIZE", "65536", 65536),
     "staging_size": ("STAGING_SIZE", "1000000", 1000000),
     "cache_capacity": ("CACHE_CAPACITY", "0", 0),
+    "pool_size": ("POOL_SIZE", "0", 0),
     "disable_group_fusion": ("DISABLE_GROUP_FUSION", "1", True),
     "dynamic_process_sets": ("DYNAMIC_PROCESS_SETS", "true", True),
     "stall_check_disable": ("STALL_CHECK_DISABLE", "yes", True),

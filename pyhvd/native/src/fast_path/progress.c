@@ -7,6 +7,7 @@
 #include "common/cpu_affinity.h"
 #include "agreement/agreement.h"
 #include "kernels/kernels.h"
+#include "results/pool.h"
 
 #define GATHER_NS 50000 /* between two checks whether calls still arrive */
 /* Longest wait for the table's lock. Its holders need microseconds, unless one was stopped. */
@@ -22,6 +23,7 @@
 /* While the message of the next list is missing, time between two looks for it: on several hosts a
  * ring may be lost, as it may pass a host that has closed its path. */
 #define LIST_LOOK_NS 20000000
+#define RESULTS_NS 10000000000 /* for which memory of results is kept that nobody uses */
 
 /* ---- set-up ---- */
 
@@ -660,6 +662,13 @@ static int64_t choose_nap(pyhvd_background *b, int64_t nap, int64_t left, int *w
     return left;
 }
 
+/* Free results that nobody has used for long; return how long to sleep, at most `ns`, until more can be. */
+static int64_t tidy_results(int64_t ns) {
+    int64_t now = pyhvd_now(), oldest = pyhvd_pool_drop(now - RESULTS_NS);
+    int64_t left = oldest + RESULTS_NS - now;
+    return oldest && left < ns ? (left > 0 ? left : 1) : ns;
+}
+
 /* Sleep until woken, at most `ns`. First set `background_asleep`, then look for work again: work
  * that arrives later finds the flag set, and wakes the thread. */
 static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
@@ -739,6 +748,7 @@ uint32_t pyhvd_fast_path_sleep(pyhvd_fast_path *path, int64_t ns) {
         if (left <= 0) return 0;
         int watches;
         nap = choose_nap(&path->background, nap, left, &watches);
+        if (!watches) nap = tidy_results(nap);
         rest(path, nap, watches);
     }
 }
