@@ -64,7 +64,7 @@ class Work:
             return cls(world, verb, every[rank], np.concatenate([each[parts[rank]] for each in every]))
         if verb == "broadcast":
             return cls(world, verb, every[rank], every[0])
-        total: Array = np.sum(every, axis=0, dtype=np.float32)
+        total: Array = np.stack(every).sum(axis=0, dtype=np.float32)
         return cls(world, verb, every[rank], total[parts[rank]] if verb == "reducescatter" else total)
 
     @property

@@ -1,7 +1,7 @@
 # Memory of numpy results, from the pool; a part of shared_memory.pyx.
 #
-# numpy lets a thread choose the functions by which an array gets and frees its memory (NEP 49). The array keeps
-# them, so it owns its memory as any other does: https://numpy.org/neps/nep-0049.html
+# numpy lets a thread choose the functions by which an array gets and frees its memory (NEP 49). The array
+# keeps them, so it owns its memory as any other does: https://numpy.org/neps/nep-0049.html
 
 cdef extern from "results/pool.h" nogil:
     size_t POOL_LEAST "PYHVD_POOL_LEAST"

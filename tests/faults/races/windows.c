@@ -161,8 +161,8 @@ static void allreduce(player *p) {
 static void scatter(player *p) {
     int64_t src = (int64_t)(intptr_t)p->send, dst = (int64_t)(intptr_t)p->recv;
     int64_t starts[2] = {0}, portions[MOST_RANKS + 1] = {0};
-    pyhvd_job job = {&src, &dst, starts, 1, (int)roll(&p->plan, PYHVD_DTYPES), PYHVD_SUM,
-                     1,    1,    0,      portions};
+    pyhvd_job job = {&src,      &dst, starts, 1, (int)roll(&p->plan, PYHVD_DTYPES),
+                     PYHVD_SUM, 1,    1,      0, portions};
     size_t item = pyhvd_itemsize(job.dtype), most = MOST(p->s->capacity) / (size_t)p->size / item;
     for (int q = 0; q < p->size; q++)
         portions[q + 1] = portions[q] + (int64_t)(draw_bytes(p, most * item) / item);
@@ -197,10 +197,8 @@ static void shuffle(player *p) {
         for (int k = 1; k < p->size; k++) {
             int to = (q + k) % p->size;
             int64_t n = sizes[q][to];
-            if (q == p->rank && n)
-                sources[move.source_count++] = (pyhvd_part){q, at, n, sent[to]};
-            if (to == p->rank && n)
-                targets[move.target_count++] = (pyhvd_part){q, at, n, got[q]};
+            if (q == p->rank && n) sources[move.source_count++] = (pyhvd_part){q, at, n, sent[to]};
+            if (to == p->rank && n) targets[move.target_count++] = (pyhvd_part){q, at, n, got[q]};
             at += n;
         }
         if (at > move.longest) move.longest = at;

@@ -25,11 +25,11 @@ typedef struct {
 
 typedef struct {
     _Atomic uint32_t timed; /* whether the clock is read for negotiation, execution and waits */
-    pyhvd_histogram tensors, bytes; /* of one batch */
+    pyhvd_histogram tensors, bytes;                                      /* of one batch */
     _Atomic uint64_t verb_tensors[PYHVD_VERBS], verb_bytes[PYHVD_VERBS]; /* of all batches */
-    pyhvd_histogram negotiation;    /* ns from a tensor's mark until all ranks had marked it */
-    pyhvd_histogram execution;      /* ns from then to the end of the batch */
-    pyhvd_histogram waits;          /* ns that a caller waited for its handle */
+    pyhvd_histogram negotiation; /* ns from a tensor's mark until all ranks had marked it */
+    pyhvd_histogram execution;   /* ns from then to the end of the batch */
+    pyhvd_histogram waits;       /* ns that a caller waited for its handle */
 } pyhvd_counters;
 
 /* What a rank counts of a host whose rails it has, over all its process sets. */

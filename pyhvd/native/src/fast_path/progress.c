@@ -233,8 +233,9 @@ int pyhvd_fast_path_flush(pyhvd_fast_path *path, int all, int64_t now) {
 
 static int fits_with(const pyhvd_fast_path *path, const pyhvd_cached_tensor *a,
                      const pyhvd_cached_tensor *b) {
-    return a->verb == PYHVD_ALLREDUCE && b->verb == PYHVD_ALLREDUCE && a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
-           a->postscale == b->postscale && a->direct == b->direct &&
+    return a->verb == PYHVD_ALLREDUCE && b->verb == PYHVD_ALLREDUCE && a->dtype == b->dtype &&
+           a->op == b->op && a->prescale == b->prescale && a->postscale == b->postscale &&
+           a->direct == b->direct &&
            (!path->setup.groups_alone || a->call == b->call ||
             !(a->call->grouped || b->call->grouped));
 }

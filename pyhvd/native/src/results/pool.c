@@ -76,9 +76,7 @@ static head *make(size_t room, uint32_t size) {
     return h;
 }
 
-static head *head_of(const void *memory) {
-    return (head *)((uintptr_t)memory - ALIGNED);
-}
+static head *head_of(const void *memory) { return (head *)((uintptr_t)memory - ALIGNED); }
 
 void pyhvd_pool_limit(uint64_t bytes) {
     pthread_mutex_lock(&pool.lock);
@@ -104,6 +102,7 @@ void *pyhvd_pool_take(size_t bytes) {
     return h ? (uint8_t *)h + ALIGNED : NULL;
 }
 
+// cppcheck-suppress constParameterPointer - it is freed, or kept for another result
 void pyhvd_pool_give(void *memory) {
     if (!memory) return;
     head *h = head_of(memory);
@@ -126,9 +125,7 @@ void pyhvd_pool_give(void *memory) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-size_t pyhvd_pool_room(const void *memory) {
-    return head_of(memory)->room;
-}
+size_t pyhvd_pool_room(const void *memory) { return head_of(memory)->room; }
 
 int64_t pyhvd_pool_drop(int64_t since) {
     head *h = NULL;

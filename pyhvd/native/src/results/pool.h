@@ -15,7 +15,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PYHVD_POOL_LEAST 65536 /* smaller results come from the C library, which keeps their pages */
+#define PYHVD_POOL_LEAST \
+    65536 /* smaller results come from the C library, which keeps their pages */
 
 typedef struct {
     uint64_t kept;         /* bytes */

@@ -40,6 +40,7 @@ static int scatter_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     int64_t begin = pyhvd_trace_now(w->trace);
     for (int q = 0; q < w->size; q++)
         blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)first * item);
+    // cppcheck-suppress uninitvar - the first w->size elements are set
     reduce_block(w, job, block_of(job, w->rank, job->portions[w->size], 0), blocks);
     pyhvd_add_stage(w, PYHVD_REDUCING, begin, w->flats);
     w->flats++;
@@ -62,7 +63,7 @@ static int pack_blocks(pyhvd_window *w, pyhvd_job_cursor *c, int64_t room, int64
     return PYHVD_OK;
 }
 
-static int reduce_blocks(pyhvd_window *w, pyhvd_job_cursor *c, int64_t room, int64_t index) {
+static int reduce_blocks(pyhvd_window *w, const pyhvd_job_cursor *c, int64_t room, int64_t index) {
     const pyhvd_job *job = c->job;
     uint64_t chunk = w->chunks + (uint64_t)index;
     size_t item = pyhvd_itemsize(job->dtype), at = (size_t)w->rank * (size_t)room * item;
@@ -84,13 +85,13 @@ int pyhvd_scatter_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     const int64_t *portions = c->job->portions;
     size_t item = pyhvd_itemsize(c->job->dtype), line = w->chunk / (size_t)w->size / LINE * LINE;
     int64_t room = (int64_t)(MAX(line, 64) / item), longest = 0;
-    int status = PYHVD_OK;
     if ((size_t)portions[w->size] * item <= PYHVD_FLAT) return scatter_flat(w, c);
     for (int q = 0; q < w->size; q++) longest = MAX(longest, portions[q + 1] - portions[q]);
     int64_t count = (longest + room - 1) / room;
     w->shift = 0;
     /* While chunk k is packed, chunk k - 1 is reduced. */
     for (; c->step < count + 1; c->step++, c->stage = 0) {
+        int status;
         if (!c->stage && c->step < count && (status = pack_blocks(w, c, room, c->step)))
             return status;
         c->stage = 1;
