@@ -193,7 +193,7 @@ def test_c_files_name_their_contracts() -> None:
             assert any((folder / header[1]).exists() for folder in folders), path
 
 
-FLOORS = ("common", "kernels", "links", "exchange", "window", "agreement", "fast_path")
+FLOORS = ("common", "kernels", "results", "links", "exchange", "window", "agreement", "fast_path")
 """The folders of native/src: a file includes files of its own folder, and of those before it."""
 
 

@@ -30,6 +30,10 @@ from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
 from pyhvd.engine.context import current_holder, process_holder
 from pyhvd.native.shared_memory import (
+    ALLGATHER,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
     GROUPED,
     IN_PLACE,
     PAIRS,
@@ -340,7 +344,7 @@ def submit_allgather(
 ) -> Handle:
     """Submit an allgather; ``with_rows``: each result is a pair of the output and each rank's rows."""
     form = GROUPED * grouped | PAIRS * with_rows
-    return start_move(RequestType.ALLGATHER, form, tensors, None, name, process_set)
+    return start_move(ALLGATHER, form, tensors, None, name, process_set)
 
 
 def _allgather(form: int, tensors: Any, _: None, name: str | None, process_set: ProcessSet) -> Handle:
@@ -365,7 +369,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
     Dimension 0 may differ between ranks, and may be 0. The other dimensions and the dtype must be the same.
     A tensor without dimensions raises UnsupportedShapeError.
     """
-    return start_move(RequestType.ALLGATHER, WAITS, tensor, None, name, process_set).result()
+    return start_move(ALLGATHER, WAITS, tensor, None, name, process_set).result()
 
 
 def grouped_allgather_async(
@@ -380,7 +384,7 @@ def grouped_allgather(
 ) -> list[Any]:
     """Gather several tensors as one unit; list in, list out; see :func:`allgather`."""
     form = GROUPED | WAITS
-    result: list[Any] = start_move(RequestType.ALLGATHER, form, tensors, None, name, process_set).result()
+    result: list[Any] = start_move(ALLGATHER, form, tensors, None, name, process_set).result()
     return result
 
 
@@ -400,7 +404,7 @@ def broadcast_async(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start a broadcast; see :func:`broadcast`."""
-    return start_move(RequestType.BROADCAST, 0, tensor, root_rank, name, process_set)
+    return start_move(BROADCAST, 0, tensor, root_rank, name, process_set)
 
 
 def broadcast(
@@ -419,14 +423,14 @@ def broadcast(
     process_set : ProcessSet
         The ranks that take part.
     """
-    return start_move(RequestType.BROADCAST, WAITS, tensor, root_rank, name, process_set).result()
+    return start_move(BROADCAST, WAITS, tensor, root_rank, name, process_set).result()
 
 
 def broadcast_async_(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start an in-place broadcast; see :func:`broadcast_`."""
-    return start_move(RequestType.BROADCAST, IN_PLACE, tensor, root_rank, name, process_set)
+    return start_move(BROADCAST, IN_PLACE, tensor, root_rank, name, process_set)
 
 
 def broadcast_(
@@ -434,7 +438,7 @@ def broadcast_(
 ) -> Any:
     """Overwrite the tensor with the root's, and return it; see :func:`broadcast`."""
     form = IN_PLACE | WAITS
-    return start_move(RequestType.BROADCAST, form, tensor, root_rank, name, process_set).result()
+    return start_move(BROADCAST, form, tensor, root_rank, name, process_set).result()
 
 
 # -- alltoall ------------------------------------------------------------------------------------------
@@ -447,7 +451,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an alltoall; its result is always the pair (output, received splits); see :func:`alltoall`."""
-    return start_move(RequestType.ALLTOALL, 0, tensor, splits, name, process_set)
+    return start_move(ALLTOALL, 0, tensor, splits, name, process_set)
 
 
 def _alltoall(_: int, tensor: Any, splits: Splits, name: str | None, process_set: ProcessSet) -> Handle:
@@ -492,7 +496,7 @@ def alltoall(
     ValueError
         The splits are not ints, are negative, are not one per rank, or sum to more than the rows.
     """
-    handle = start_move(RequestType.ALLTOALL, WAITS, tensor, splits, name, process_set)
+    handle = start_move(ALLTOALL, WAITS, tensor, splits, name, process_set)
     output, received = handle.result()
     return output if splits is None else (output, received)
 
@@ -527,7 +531,7 @@ _BARRIER = OwnName(BARRIER_NAME)
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
     with context.current().order(process_set, BARRIER_NAME) as order:
-        order.finish(start_move(RequestType.BARRIER, WAITS, None, None, _BARRIER, process_set))
+        order.finish(start_move(BARRIER, WAITS, None, None, _BARRIER, process_set))
 
 
 def _barrier(_: int, __: None, ___: None, name: str, process_set: ProcessSet) -> Handle:
@@ -538,11 +542,11 @@ def _barrier(_: int, __: None, ___: None, name: str, process_set: ProcessSet) ->
 
 # -- the fast path -------------------------------------------------------------------------------------
 
-_BY_MESSAGE: dict[RequestType, Callable[..., Handle]] = {
-    RequestType.ALLGATHER: _allgather,
-    RequestType.BROADCAST: _broadcast,
-    RequestType.ALLTOALL: _alltoall,
-    RequestType.BARRIER: _barrier,
+_BY_MESSAGE: dict[int, Callable[..., Handle]] = {
+    ALLGATHER: _allgather,
+    BROADCAST: _broadcast,
+    ALLTOALL: _alltoall,
+    BARRIER: _barrier,
 }
 
 
@@ -550,7 +554,7 @@ def move_by_message(
     verb: int, form: int, tensors: Any, term: Any, name: str | None, process_set: ProcessSet
 ) -> Handle:
     """Submit a call that reduces nothing, with the user's arguments; see :func:`start_move`."""
-    return _BY_MESSAGE[RequestType(verb)](form, tensors, term, name, process_set)
+    return _BY_MESSAGE[verb](form, tensors, term, name, process_set)
 
 
 set_lookup(

@@ -19,7 +19,7 @@ from pyhvd.api.handles import Handle, synchronize
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.engine import context
 from pyhvd.engine.context import CallOrder
-from pyhvd.native.shared_memory import IN_PLACE, WAITS
+from pyhvd.native.shared_memory import ALLGATHER, BROADCAST, IN_PLACE, WAITS
 from pyhvd.negotiation.messages import UNNAMED, RequestType
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -75,8 +75,8 @@ def broadcast_bytes(
         with refusing(RequestType.BROADCAST, _part(name, "sz"), process_set):
             data = make()
         _fill(first.data, data.data)
-    form, kind = IN_PLACE | WAITS, RequestType.BROADCAST
-    finish(start_move(kind, form, first, root_rank, _part(name, "sz"), process_set))
+    form = IN_PLACE | WAITS
+    finish(start_move(BROADCAST, form, first, root_rank, _part(name, "sz"), process_set))
     size = int.from_bytes(first.data[:LENGTH], "little")
     if size <= room:
         return data[:size]
@@ -84,7 +84,7 @@ def broadcast_bytes(
         with refusing(RequestType.BROADCAST, _part(name, "t"), process_set):
             data = np.empty(size, np.uint8)
         data[:room] = first[LENGTH:]
-    finish(start_move(kind, form, data[room:], root_rank, _part(name, "t"), process_set))
+    finish(start_move(BROADCAST, form, data[room:], root_rank, _part(name, "t"), process_set))
     return data
 
 
@@ -118,16 +118,16 @@ def allgather_bytes(
     mine = np.frombuffer(data, np.uint8)
     _, members = context.current().members_of(process_set)
     block = min(max(ALLGATHER_FIRST // len(members), 64), FIRST)
-    room, kind = block - LENGTH, RequestType.ALLGATHER
+    room = block - LENGTH
     first = np.zeros(block, np.uint8)
     _fill(first.data, mine.data)
-    gathered = finish(start_move(kind, WAITS, first, None, _part(name, "sz"), process_set))
+    gathered = finish(start_move(ALLGATHER, WAITS, first, None, _part(name, "sz"), process_set))
     rows = [gathered.data[at : at + block] for at in range(0, len(gathered), block)]
     sizes = [int.from_bytes(row[:LENGTH], "little") for row in rows]
     if max(sizes) <= room:
         return [row[LENGTH : LENGTH + n] for row, n in zip(rows, sizes, strict=True)]
     long = mine if mine.nbytes > room else mine[:0]
-    everything = finish(start_move(kind, WAITS, long, None, _part(name, "t"), process_set))
+    everything = finish(start_move(ALLGATHER, WAITS, long, None, _part(name, "t"), process_set))
     ends = np.cumsum([n if n > room else 0 for n in sizes])
     return [
         everything[end - n : end].data if n > room else row[LENGTH : LENGTH + n]
