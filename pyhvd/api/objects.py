@@ -108,7 +108,8 @@ def allgather_object(
     with order:
         with refusing(RequestType.ALLGATHER, _part(own, "sz"), process_set):
             data = _pickled(obj)
-        return [_unpickled(each) for each in allgather_bytes(data, own, process_set, order.finish)]
+        gathered = allgather_bytes(data, own, process_set, order.finish)
+    return [_unpickled(each) for each in gathered]
 
 
 def allgather_bytes(

@@ -61,11 +61,14 @@ Ranks = tuple[int, ...]
 
 
 class CallOrder:
-    """Context manager by which the threads of a rank make calls of one name, one after the other."""
+    """Context manager by which the threads of a rank make calls of one name, one after the other.
+
+    A call within another one, as of a signal's handler, waits for that one's collective.
+    """
 
     def __init__(self) -> None:
-        self._last: Handle | None = None  # if its wait was interrupted, the next thread waits for its end
-        self._lock = threading.Lock()
+        self._last: Handle | None = None  # if its wait was interrupted, the next call waits for its end
+        self._lock = threading.RLock()
 
     def __enter__(self) -> CallOrder:
         self._lock.acquire()
@@ -335,7 +338,11 @@ class Context:
             return f"{prefix}.{number}", counts
 
     def order(self, process_set: Any, name: str) -> CallOrder:
-        """Return the order of a process set's calls of one name; errors as :meth:`members_of`."""
+        """Return the order of a process set's calls of one name; errors as :meth:`members_of`.
+
+        Raises RuntimeError in a callback of a handle, which must not wait.
+        """
+        self.runtime.check_may_wait()
         key = self.members_of(process_set)[0], name
         with self._lock:
             if (order := self._orders.get(key)) is None:

@@ -305,7 +305,7 @@ class FastPathAdapter:
         for response in todo:
             if response.slot >= 0 and self.path.has_set(response.process_set):
                 own = self._worker.request_of(response.process_set, response.slot)
-                call = self.path.retire(response.process_set, response.slot, own)
+                call = self.path.retire(response.process_set, response.slot, own, response.version)
                 if call is not None:  # on several hosts the coordinator knows of no recalled mark
                     self._convert(call, known=not self.across)
 

@@ -206,12 +206,16 @@ class Runtime:
         self._control.wake()
         future.result()
 
-    def flush(self) -> None:
-        """Send the gathered submissions: a thread waits."""
+    def check_may_wait(self) -> None:
+        """Raise RuntimeError on the runtime's thread, as in a callback of a handle."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "a callback of a handle must not wait: it runs on the thread that would end it"
             )
+
+    def flush(self) -> None:
+        """Send the gathered submissions: a thread waits."""
+        self.check_may_wait()
         if self.is_forked():
             raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
         self.queue.flush()

@@ -106,6 +106,10 @@ cdef class CachedTensor:
         """Return whether the size of its result depends on the other ranks."""
         return self.verb == ALLGATHER or self.verb == ALLTOALL
 
+    cdef bint means(self, object request, uint64_t version) except -1:
+        """Return whether it stands for this rank's request, and for sizes of that version."""
+        return self.request == request and (self.version == version or not self.is_sized())
+
     cdef object with_rows(self, object result, bint pairs):
         """Return what the caller gets for a result: with ``pairs``, also the rows from each rank."""
         if self.verb == ALLTOALL:
@@ -121,10 +125,10 @@ cdef class CachedTensor:
         if term is None:
             return self.plan.even
         if type(term) is list or type(term) is tuple:
-            return tuple(term) == self.plan.splits and all([type(each) is int for each in term])
-        return isinstance(term, cnp.ndarray) and term.dtype.kind in "iu" and (
-            tuple(term.tolist()) == self.plan.splits
-        )
+            return all([type(each) is int for each in term]) and tuple(term) == self.plan.splits
+        if type(term) is not cnp.ndarray or term.dtype.kind not in "iu" or term.ndim != 1:
+            return False
+        return tuple(term.tolist()) == self.plan.splits
 
     cdef void renew(self, uint64_t version) noexcept:
         """Mark it under another version from now on: another rank's request has changed, this rank's has not.

@@ -233,7 +233,7 @@ cdef class FastPath(ReadyTableEnd):
         cached.direct = direct
         if before is not None and before.call is not None:
             before.call.c.alike = PYHVD_UNKNOWN
-        if before is not None and before.request == request and not before.is_sized():
+        if before is not None and before.means(request, version):
             if before.call is None or not before.call.retired:
                 before.renew(version)
                 return
@@ -251,15 +251,12 @@ cdef class FastPath(ReadyTableEnd):
         served.tensors[slot] = tensor
         served.enter(self, set_id, tensor)
 
-    def retire(self, int set_id, uint32_t slot, request):
-        """Forget what a slot means, unless it means this request; return its call if that is in flight.
-
-        A meaning that depends on the other ranks' sizes is always forgotten.
-        """
+    def retire(self, int set_id, uint32_t slot, request, uint64_t version):
+        """Forget what a slot means, unless it means this request; return its call if that is in flight."""
         cdef PathSet served = self.sets[set_id]
         cdef CachedTensor tensor = <CachedTensor>served.tensors.get(slot)
         cdef CachedCall call
-        if tensor is None or (tensor.request == request and not tensor.is_sized()):
+        if tensor is None or tensor.means(request, version):
             return None
         del served.tensors[slot]
         call = tensor.call

@@ -97,7 +97,8 @@ cdef class Handle:
                 path._run_callbacks()
             else:
                 pyhvd_ready_table_wake(&path.c.setup.table, path.c.setup.table.rank, PYHVD_WAKE_DONE)
-        elif self.call.grouped:  # it gains little by waiting for other calls to share a batch with
+        elif self.call.grouped and path.generation == _generation:
+            # It gains little by waiting for other calls to share a batch with.
             with nogil:
                 pyhvd_fast_path_flush(&path.c, False, pyhvd_now())
             pyhvd_ready_table_wake(&path.c.setup.table, path.c.setup.table.rank, 0)

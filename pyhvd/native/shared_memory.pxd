@@ -119,6 +119,7 @@ cdef extern from "window/window.h" nogil:
         double prescale
         double postscale
         int direct
+        const int64_t* portions
 
     ctypedef struct pyhvd_part:
         pass

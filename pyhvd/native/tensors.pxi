@@ -143,7 +143,10 @@ cdef class TensorType:
         if self.functions == NULL and cached.plan.rows >= 0:
             return None
         if self.functions == NULL or cached.layout:
-            result = self.library.make_like(<object>tensor, cached.layout)
+            try:
+                result = self.library.make_like(<object>tensor, cached.layout)
+            except MemoryError:
+                return None
             if result is None:
                 return None
             address[0] = <int64_t>result.data_ptr()

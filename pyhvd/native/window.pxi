@@ -394,6 +394,7 @@ cdef class Window:
         job.prescale = prescale
         job.postscale = postscale
         job.direct = 0
+        job.portions = NULL
         with nogil:
             status = pyhvd_window_allreduce(&self.window, &job)
         return status == 0

@@ -106,7 +106,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     layout : str
         The order of the tensor's dimensions in memory, as in ``"0,2,3,1"``; empty for row-major.
     splits : int
-        A digest of the splits (alltoall), or 0: another rank need not know them, but whether they are new.
+        A digest of the splits of an alltoall, where ranks remember them; else 0. Another rank need not know
+        them, but whether they are new.
     """
 
     type: int

@@ -102,9 +102,9 @@ class Metrics:
     seconds : float
         Time since ``init()``; in a difference, time between the two snapshots.
     tensors, bytes : dict of str to dict of str to int
-        By verb (``"allreduce"``, ...) and lane: ``"fast"`` (negotiated and reduced in shared memory, without
-        messages), ``"window"`` (negotiated by message, reduced in shared memory) or ``"mpi"`` (negotiated by
-        message, reduced over MPI).
+        By verb (``"allreduce"``, ...) and lane: ``"fast"`` (negotiated and carried out in shared memory,
+        without messages), ``"window"`` (negotiated by message, carried out in shared memory) or ``"mpi"``
+        (negotiated by message, carried out over MPI).
     responses : dict of str to int
         Responses by lane; a response is one tensor, or several that were fused.
     response_tensors, response_bytes : Histogram

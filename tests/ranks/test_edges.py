@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.engine.context import current_holder, playing_rank
 from pyhvd.testing import RanksFailed, run_ranks
 
 
@@ -162,3 +163,54 @@ def test_a_group_is_what_iterating_over_its_list_yields(verb: str) -> None:
             assert [result[0] for result in results] == [1.0, 2.0, 3.0]
 
     run_ranks(2, body, timeout=30)
+
+
+class _GathersWhilePickled:
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return int, (sum(hvd.allgather_object(hvd.rank() + 1)),)
+
+
+def test_an_object_that_gathers_while_it_is_pickled() -> None:
+    def body() -> None:
+        assert hvd.allgather_object(_GathersWhilePickled()) == [3, 3]
+        assert hvd.broadcast_object(7, 1) == 7
+
+    run_ranks(2, body, timeout=20)
+
+
+@pytest.mark.parametrize("fast_lane", [False, True])
+def test_a_callback_that_calls_a_barrier_is_told_not_to_wait(fast_lane: bool) -> None:
+    def body() -> None:
+        told: list[str] = []
+        holder, ended = current_holder(), threading.Event()
+
+        def call(_: hvd.Handle) -> None:
+            with playing_rank(holder):
+                try:
+                    hvd.barrier()
+                except RuntimeError as exc:
+                    told.append(str(exc))
+            ended.set()
+
+        hvd.allreduce(np.ones(2), name="x")
+        handle = hvd.allreduce_async(np.ones(2), name="x")
+        handle.add_done_callback(call)
+        if not handle.done() or not told:
+            hvd.barrier()
+        assert ended.wait(10)
+        assert "must not wait" in told[0]
+
+    run_ranks(2, body, timeout=20, knobs={"fast_lane": fast_lane})
+
+
+def test_splits_that_are_no_ints_are_refused_although_the_call_is_remembered() -> None:
+    def body() -> None:
+        x = np.arange(4)
+        for _ in range(3):
+            hvd.alltoall(x, [2, 2], name="x")
+        bad = [np.array([2, 2]), 2] if hvd.rank() else [2, 2]
+        with pytest.raises((ValueError, TypeError) if hvd.rank() else hvd.RankFailedError):
+            hvd.alltoall(x, bad, name="x")
+        assert hvd.alltoall(x, [2, 2], name="x")[1].tolist() == [2, 2]
+
+    run_ranks(2, body, timeout=20, knobs={"fast_lane": True})

@@ -205,9 +205,10 @@ class FakeFastPath:
             for name in names:
                 self.units[set_id, name] = unit
 
-    def retire(self, set_id: int, slot: int, request: Request) -> FakeCall | None:
-        for key, (old, place, _) in list(self.parts.items()):
-            if key[0] == set_id and place == slot and (old != request or old.type in SIZED):
+    def retire(self, set_id: int, slot: int, request: Request, version: int) -> FakeCall | None:
+        for key, (old, place, since) in list(self.parts.items()):
+            other = old != request or (old.type in SIZED and since != version)
+            if key[0] == set_id and place == slot and other:
                 del self.parts[key]
                 unit = self.units.get(key)
                 if unit is None:

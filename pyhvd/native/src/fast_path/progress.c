@@ -300,9 +300,11 @@ static uint32_t gather_batch(pyhvd_fast_path *path) {
     const pyhvd_cached_tensor *tensors = path->setup.sets[p->set].tensors;
     const pyhvd_cached_tensor *first = &tensors[p->pending[p->next]];
     size_t item = pyhvd_itemsize(first->dtype), bytes = 0;
-    uint32_t n = 0, kept = p->pending_count;
+    /* Only allreduces share a batch. */
+    uint32_t end = first->verb == PYHVD_ALLREDUCE ? p->pending_count : p->next + 1;
+    uint32_t n = 0, kept = end;
     p->starts[0] = 0;
-    for (uint32_t k = p->next; k < p->pending_count; k++) {
+    for (uint32_t k = p->next; k < end; k++) {
         const pyhvd_cached_tensor *tensor = &tensors[p->pending[k]];
         size_t more = (size_t)tensor->count * item;
         if (n && (!fits_with(path, first, tensor) || bytes + more > p->threshold)) {
@@ -316,7 +318,7 @@ static uint32_t gather_batch(pyhvd_fast_path *path) {
         p->pending[p->next + n++] = p->pending[k];
         bytes += more;
     }
-    for (uint32_t k = p->next + n, from = p->pending_count; k < p->pending_count; k++)
+    for (uint32_t k = p->next + n, from = end; k < end; k++)
         p->pending[k] = p->left_behind[--from];
     return n;
 }

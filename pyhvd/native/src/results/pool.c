@@ -32,9 +32,10 @@ static struct {
 
 /* Round up to a size of the pool; store its number. */
 static size_t round_up(size_t bytes, uint32_t *size) {
-    int power = 63 - __builtin_clzll(bytes < 4096 ? 4096 : bytes);
+    if (bytes < 4096) bytes = 4096;
+    int power = 63 - __builtin_clzll(bytes);
     size_t step = ((size_t)1 << power) / STEPS, room = (bytes + step - 1) / step * step;
-    power = 63 - __builtin_clzll(room < 4096 ? 4096 : room);
+    power = 63 - __builtin_clzll(room);
     *size = (uint32_t)(power * STEPS) + (uint32_t)((room >> (power - 3)) % STEPS);
     return room;
 }
@@ -130,7 +131,7 @@ size_t pyhvd_pool_room(const void *memory) { return head_of(memory)->room; }
 int64_t pyhvd_pool_drop(int64_t since) {
     head *h = NULL;
     int64_t given = 0;
-    if (pthread_mutex_trylock(&pool.lock)) return since;
+    if (pthread_mutex_trylock(&pool.lock)) return since + 1000000000; /* look again in a second */
     while ((h = find_oldest()) && h->given_ns < since) {
         unlink_kept(h);
         free(h);

@@ -2,9 +2,9 @@
  * pages cost more than the copy of a result.
  *
  * Invariants
- *   1. All functions may be called from any thread. A lock guards what is kept; who cannot take it at
- *      once does without: it allocates, or frees. So no thread waits, and a forked child, in which another
- *      thread's lock may be taken for ever, can still free its arrays.
+ *   1. All functions may be called from any thread. A lock guards what is kept; who takes, gives or drops
+ *      a buffer, and cannot take the lock at once, does without: it allocates, or frees. So a forked child,
+ *      in which another thread's lock may be taken for ever, can still free its arrays.
  *   2. A buffer has a head, which says what it has room for. It is in the list of its size while it is
  *      kept, and in none while it is in use.
  *   3. At most `limit` bytes are kept. If a buffer does not fit, the oldest ones are freed.

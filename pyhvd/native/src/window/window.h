@@ -5,7 +5,8 @@
  * c % slots. If the process set has ranks on other hosts, exchange/exchange.h says how they take part.
  *
  * Counters. They only grow.
- *   packed   chunks that the owner has copied into its slots
+ *   packed   chunks that the owner has copied into its slots; a rank that has nothing for the others
+ *            leaves chunks out
  *   reduced  chunks for which the owner no longer needs any other rank's slot
  *   flats    flat operations for which the owner has written its part
  *   taken    over several hosts: chunks whose results the owner has copied out
