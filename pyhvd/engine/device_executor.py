@@ -29,7 +29,7 @@ from pyhvd.devices.host_device import HostDevice
 from pyhvd.devices.pending import KeepAlive, PendingArray
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import BY_CODE, Code
-from pyhvd.engine.output_allocation import Entries, Shape, allocate, as_splits, gathered
+from pyhvd.engine.plans import Entries, Shape, allocate, as_splits, gathered
 from pyhvd.errors import InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
 from pyhvd.observe.hang_reporter import RankLocations

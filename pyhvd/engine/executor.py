@@ -25,7 +25,7 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import BY_CODE
 from pyhvd.engine.device_executor import DeviceExecutor
 from pyhvd.engine.error_mapping import error_of_response, exception_of, note_of
-from pyhvd.engine.output_allocation import Entries, allocate, as_splits, gathered
+from pyhvd.engine.plans import Entries, allocate, as_splits, gathered
 from pyhvd.engine.result_checks import Checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
 from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response, verb

@@ -310,9 +310,15 @@ cdef class CachedCall:
         cdef CachedTensor cached = <CachedTensor>self.tensors[k]
         cdef object result
         if PyArray_CheckExact(tensor):
-            result = new_array(cached.ndim, cached.result_dims, cached.dtype, cached.result_bytes)
-            if result is not None:
-                address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
+            try:
+                if cached.result_bytes >= POOL_LEAST:
+                    result = pooled_array(cached.ndim, cached.result_dims, cached.dtype)
+                else:
+                    Py_INCREF(cached.dtype)  # PyArray_Empty steals a reference
+                    result = PyArray_Empty(cached.ndim, cached.result_dims, <void*>cached.dtype, 0)
+            except MemoryError:
+                return None
+            address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
             return result
         return (<TensorType>_tensor_types[type(<object>tensor)]).empty_like(cached, tensor, address)
 

@@ -85,17 +85,11 @@ def pool_counts():
     return counts.kept, counts.made, counts.reused
 
 
-cdef object new_array(int ndim, cnp.npy_intp* dims, object dtype, size_t nbytes):
-    """Return a new array, a large one in the pool's memory; None if there is no memory."""
-    cdef object before = None
+cdef object pooled_array(int ndim, cnp.npy_intp* dims, object dtype):
+    """Return a new array in the pool's memory."""
+    cdef object before = PyDataMem_SetHandler(_pool)
     Py_INCREF(dtype)  # PyArray_Empty steals a reference
     try:
-        if nbytes < POOL_LEAST:
-            return PyArray_Empty(ndim, dims, <void*>dtype, 0)
-        before = PyDataMem_SetHandler(_pool)
-        try:
-            return PyArray_Empty(ndim, dims, <void*>dtype, 0)
-        finally:
-            PyDataMem_SetHandler(before)
-    except MemoryError:
-        return None
+        return PyArray_Empty(ndim, dims, <void*>dtype, 0)
+    finally:
+        PyDataMem_SetHandler(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,7 +209,7 @@ def test_splits_that_are_no_ints_are_refused_although_the_call_is_remembered() -
         x = np.arange(4)
         for _ in range(3):
             hvd.alltoall(x, [2, 2], name="x")
-        bad = [np.array([2, 2]), 2] if hvd.rank() else [2, 2]
+        bad: Any = [np.array([2, 2]), 2] if hvd.rank() else [2, 2]
         with pytest.raises((ValueError, TypeError) if hvd.rank() else hvd.RankFailedError):
             hvd.alltoall(x, bad, name="x")
         assert hvd.alltoall(x, [2, 2], name="x")[1].tolist() == [2, 2]

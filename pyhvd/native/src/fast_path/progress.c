@@ -318,8 +318,7 @@ static uint32_t gather_batch(pyhvd_fast_path *path) {
         p->pending[p->next + n++] = p->pending[k];
         bytes += more;
     }
-    for (uint32_t k = p->next + n, from = end; k < end; k++)
-        p->pending[k] = p->left_behind[--from];
+    for (uint32_t k = p->next + n, from = end; k < end; k++) p->pending[k] = p->left_behind[--from];
     return n;
 }
 
@@ -667,6 +666,8 @@ static int64_t choose_nap(pyhvd_background *b, int64_t nap, int64_t left, int *w
 
 /* Free results that nobody has used for long; return how long to sleep, at most `ns`, until more can be. */
 static int64_t tidy_results(int64_t ns) {
+    /* A buffer that is given back from now on is found when the thread wakes the next time. */
+    if (!atomic_load_explicit(&pyhvd_pool_buffers, memory_order_relaxed)) return ns;
     int64_t now = pyhvd_now(), oldest = pyhvd_pool_drop(now - RESULTS_NS);
     int64_t left = oldest + RESULTS_NS - now;
     return oldest && left < ns ? (left > 0 ? left : 1) : ns;

@@ -30,6 +30,8 @@ static struct {
     pyhvd_pool_counts counts;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
+_Atomic uint32_t pyhvd_pool_buffers;
+
 /* Round up to a size of the pool; store its number. */
 static size_t round_up(size_t bytes, uint32_t *size) {
     if (bytes < 4096) bytes = 4096;
@@ -44,6 +46,7 @@ static void unlink_kept(head *h) {
     *(h->newer ? &h->newer->older : &pool.newest[h->size]) = h->older;
     *(h->older ? &h->older->newer : &pool.oldest[h->size]) = h->newer;
     pool.counts.kept -= h->room;
+    atomic_fetch_sub_explicit(&pyhvd_pool_buffers, 1, memory_order_relaxed);
 }
 
 static head *find_oldest(void) {
@@ -122,6 +125,7 @@ void pyhvd_pool_give(void *memory) {
         *(h->older ? &h->older->newer : &pool.oldest[h->size]) = h;
         pool.newest[h->size] = h;
         pool.counts.kept += h->room;
+        atomic_fetch_add_explicit(&pyhvd_pool_buffers, 1, memory_order_relaxed);
     }
     pthread_mutex_unlock(&pool.lock);
 }

@@ -12,6 +12,7 @@
 #ifndef PYHVD_POOL_H
 #define PYHVD_POOL_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -34,6 +35,9 @@ void pyhvd_pool_give(void *memory);
 
 /* The bytes that a buffer has room for. */
 size_t pyhvd_pool_room(const void *memory);
+
+/* How many buffers are kept; written under the lock. */
+extern _Atomic uint32_t pyhvd_pool_buffers;
 
 /* Free what was given back before `since` (ns of CLOCK_MONOTONIC). Return when the oldest buffer that is
  * still kept was given back; 0 if none is. */
