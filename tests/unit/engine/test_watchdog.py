@@ -130,7 +130,8 @@ def test_the_thread_says_when_it_has_nothing_to_warn_of() -> None:
     assert over.wait(20)
     watch.stop()
     watch.join()
-    assert calls[:2] == ["warn", "calm"]
+    told = calls.index("calm")
+    assert set(calls[:told]) == {"warn"}, "it warns once in a period, and a busy machine has several of them"
 
 
 # -- what a rank warns of ------------------------------------------------------------------------------
