@@ -557,12 +557,7 @@ def move_by_message(
     return _BY_MESSAGE[verb](form, tensors, term, name, process_set)
 
 
-set_lookup(
-    current_holder,
-    process_holder,
-    ProcessSet,
-    global_process_set,
-    OwnName,
-    reduce_by_message,
-    move_by_message,
-)
+LOOKUP = (current_holder, process_holder, ProcessSet, global_process_set, OwnName)
+"""How the fast path finds the caller's rank and process set; see :func:`set_lookup`."""
+
+set_lookup(*LOOKUP, reduce_by_message, move_by_message)

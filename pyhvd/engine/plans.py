@@ -63,7 +63,9 @@ class Plan:
     beside : object
         What the caller gets beside the result of an allgather or alltoall: the rows from each rank.
     splits : tuple of int
-        Rows for each rank (alltoall), and whether they are what a caller means who gives none.
+        Rows for each rank (alltoall).
+    even : bool
+        Whether these are the rows of a call without splits.
     move : LocalMove, optional
         For verbs that reduce nothing.
     portions : int64 array, optional
@@ -80,7 +82,7 @@ class Plan:
 
 
 PLAIN = Plan()
-"""That of an allreduce."""
+"""The plan of an allreduce, which depends on no sizes."""
 
 
 def make_plan(

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyhvd.api.call import OwnName
-from pyhvd.api.process_sets import ProcessSet, global_process_set
+from pyhvd.api.collectives import LOOKUP
+from pyhvd.api.process_sets import global_process_set
 from pyhvd.dtypes import Code, ReduceOp
-from pyhvd.engine.context import ContextHolder, current_holder, playing_rank, process_holder
+from pyhvd.engine.context import ContextHolder, playing_rank
 from pyhvd.engine.plans import Plan
 from pyhvd.native import shared_memory
 from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
@@ -104,9 +104,7 @@ def _main(
     meet.wait()
     here.thread.start()
     # start() returns None for a call that the fast path does not take.
-    set_lookup(
-        current_holder, process_holder, ProcessSet, global_process_set, OwnName, *[lambda *_: None] * 2
-    )
+    set_lookup(*LOOKUP, *[lambda *_: None] * 2)
     slot = ContextHolder()
     slot.fast_path = here.lane
     with playing_rank(slot):

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pyhvd.api.call import OwnName
-from pyhvd.api.collectives import move_by_message, reduce_by_message
-from pyhvd.api.process_sets import ProcessSet, global_process_set
+from pyhvd.api.collectives import LOOKUP, move_by_message, reduce_by_message
+from pyhvd.api.process_sets import global_process_set
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.engine.context import ContextHolder, current_holder, playing_rank, process_holder
 from pyhvd.engine.plans import Plan
@@ -30,19 +29,9 @@ GROUPED = [False, True]
 @pytest.fixture(autouse=True)
 def _nothing_by_message() -> Iterator[None]:
     """Let start() return None for a call that the fast path does not take."""
-    set_lookup(
-        current_holder, process_holder, ProcessSet, global_process_set, OwnName, *[lambda *_: None] * 2
-    )
+    set_lookup(*LOOKUP, *[lambda *_: None] * 2)
     yield
-    set_lookup(
-        current_holder,
-        process_holder,
-        ProcessSet,
-        global_process_set,
-        OwnName,
-        reduce_by_message,
-        move_by_message,
-    )
+    set_lookup(*LOOKUP, reduce_by_message, move_by_message)
 
 
 def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
