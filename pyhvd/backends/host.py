@@ -110,7 +110,6 @@ class HostBackend:
         self.fabric = fabric
         self.pieces = pieces
         self._hosts = hosts_in_order(hosts)
-        self._order = list(range(self.size))  # of the ranks' blocks in a reducescatter
         self._buffers: dict[str, Bytes] = {}
 
     @property
@@ -163,7 +162,7 @@ class HostBackend:
             ]
             send_counts = [item * sum(n for _, _, n in pieces) for pieces in for_rank]
             send = self._buffer("send", sum(send_counts))
-            self._pack(send, sources, [p for r in self._order for p in for_rank[r]], spec)
+            self._pack(send, sources, [p for pieces in for_rank for p in pieces], spec)
             out = self._buffer("out", send_counts[self.rank])
             self._reduce_blocks(send, send_counts, out, spec)
             own = [(i, first - starts[i][self.rank], n) for i, first, n in for_rank[self.rank]]

@@ -14,16 +14,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pyhvd import _fusion
-from pyhvd.arrays import Bytes, address, flat_bytes
+from pyhvd.arrays import flat_bytes
 from pyhvd.backends.base import Pieces, Views
-from pyhvd.backends.host import HostBackend
+from pyhvd.backends.host import HostBackend, Shapes, shares_of
 from pyhvd.backends.two_level import make_two_levels
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric, Unavailable
 from pyhvd.transport.hosts import HostsFabric, chunk_across, open_hosts_fabric
 from pyhvd.transport.links import LinkOptions
-from pyhvd.transport.moves import Ints, before
+from pyhvd.transport.moves import MOST_BLOCKS, Ints, Portions
 from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes, open_fabric
 
 _log = logging.getLogger("pyhvd")
@@ -38,6 +37,7 @@ class ShmBackend(HostBackend):
         super().__init__(fabric, pieces, hosts)
         self.window = fabric.window
         self._check = fabric.check
+        self._by_slice: Ints | None = None
 
     def resize(self, pieces: Pieces) -> None:
         """Change the size of the window's chunks and of other pieces."""
@@ -52,21 +52,28 @@ class ShmBackend(HostBackend):
         done = self.window.allreduce(srcs, dsts, starts, code, spec.op, spec.prescale, spec.postscale)
         self._check(done=done)
 
+    def reducescatter(self, sources: Views, targets: Views, shapes: Shapes, spec: ReduceSpec) -> None:
+        """Reduce; each rank gets its own rows of dimension 0."""
+        if self._by_slice is not None and len(self._by_slice) > MOST_BLOCKS:
+            super().reducescatter(sources, targets, shapes, spec)
+            return
+        for source, target, counts in zip(sources, targets, shares_of(shapes, self.size)[0], strict=True):
+            ptrs = np.array([[0 if view is None else view.ptr] for view in (source, target)], np.int64)
+            portions = Portions.of(counts, self.rank, self._by_slice)
+            terms = spec.info.code, spec.op, spec.prescale, spec.postscale
+            whole = np.array([0, sum(counts)], np.int64)
+            self._check(done=self.window.allreduce(ptrs[0], ptrs[1], whole, *terms, portions))
+
 
 class HostsBackend(ShmBackend):
-    """Collectives over a window on each host and links between the hosts.
-
-    A reducescatter has two levels: each local rank reduces its portion of every host's block, and the hosts
-    exchange these partial results. So each host sends every other host one partial result of its rows.
-    """
+    """Collectives over a window on each host and links between the hosts."""
 
     name = "LINKS"
 
     def __init__(self, fabric: HostsFabric, pieces: Pieces, hosts: Sequence[int]) -> None:
         super().__init__(fabric, pieces, hosts)
         self._moves = fabric
-        self._layout = fabric.layout
-        self._order = [int(rank) for rank in fabric.layout.order]
+        self._by_slice = fabric.layout.by_slice
 
     def resize(self, pieces: Pieces) -> None:
         """Change the size of the window's chunks and of other pieces."""
@@ -78,39 +85,6 @@ class HostsBackend(ShmBackend):
         sent, received = np.array(counts, np.int64), np.empty(self.size, np.int64)
         self._moves.alltoall(flat_bytes(sent), flat_bytes(received))
         return [int(count) for count in received]
-
-    def _reduce_blocks(self, send: Bytes, counts: Sequence[int], out: Bytes, spec: ReduceSpec) -> None:
-        mine, here = counts[self.rank], self._layout.here
-        totals = self._layout.per_host(counts)
-        if self._layout.slices > 1:
-            self._reduce_portions(send, totals, spec)
-        box = self._buffer("box", mine * len(totals))
-        self._moves.run_moves(
-            self._layout.trade_partials(address(send), address(box), counts, self.window.chunk)
-        )
-        blocks = address(box) + mine * np.arange(len(totals), dtype=np.int64)
-        if self._layout.ranks == 1:
-            blocks[here] = address(send) + int(totals[:here].sum())
-        _fusion.reduce(
-            address(out), blocks, mine // spec.info.itemsize, spec.info.code, spec.op, spec.postscale
-        )
-
-    def _reduce_portions(self, send: Bytes, totals: Ints, spec: ReduceSpec) -> None:
-        """Reduce this rank's portions of the hosts' blocks among the local ranks, in place."""
-        local, ranks = self._layout.local, self._layout.ranks
-        portions = self._layout.portions(totals, local)
-        row = int(portions.size.sum())
-        box = self._buffer("box", row * ranks)
-        self._moves.run_moves(
-            [self._layout.collect_portions(address(send), address(box), totals, self.window.chunk)]
-        )
-        if ranks == 1:
-            return
-        own, rows = before(totals) + portions.first + address(send), before(portions.size) + address(box)
-        for mine, theirs, nbytes in zip(own.tolist(), rows.tolist(), portions.size.tolist(), strict=True):
-            blocks = theirs + row * np.arange(ranks, dtype=np.int64)
-            blocks[local] = mine
-            _fusion.reduce(mine, blocks, nbytes // spec.info.itemsize, spec.info.code, spec.op, 1.0)
 
 
 def make_backend(

@@ -21,7 +21,7 @@ from pyhvd.config import Config
 from pyhvd.controller import Worker
 from pyhvd.devices.array_libraries import adopt
 from pyhvd.dtypes import lookup
-from pyhvd.engine.plans import PLAIN, make_plan
+from pyhvd.engine.plans import HostPlaces, make_plan
 from pyhvd.errors import UnsupportedDtypeError
 from pyhvd.native.shared_memory import MAX_SLOTS, CachedCall, FastPath, limit_pool, ready_table_bytes
 from pyhvd.negotiation.delegation import is_delegated
@@ -174,9 +174,9 @@ class FastPathAdapter:
         self._held: list[tuple[int, Request]] = []
         self._to_recall: dict[int, bytes] = {}
         self._recalled: set[CachedCall] = set()  # for what is held back
-        self._splits: dict[
-            tuple[int, int], Ints
-        ] = {}  # of the alltoalls of this response list, by set and slot
+        # Of the alltoalls of this response list, by set and slot.
+        self._splits: dict[tuple[int, int], Ints] = {}
+        self._host_places: dict[int, HostPlaces] = {}  # of the sets on several hosts
         if arena is not None:
             fast_path.know_arena(arena.start, arena.nbytes)
         fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
@@ -190,6 +190,10 @@ class FastPathAdapter:
             self.path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts
             self.path.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
+            self._host_places.pop(set_id, None)
+            if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
+                order = [ranks.index(rank) for each in self._fabric.hosts for rank in each if rank in ranks]
+                self._host_places[set_id] = HostPlaces(backend.fabric.layout, backend.window.chunk, order)
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return its tensors in flight."""
@@ -317,17 +321,17 @@ class FastPathAdapter:
                 continue
             own = self._worker.request_of(set_id, slot)
             # With a small cache a list may reassign a slot several times: the last one counts.
-            if is_delegated(own, across=self.across) and own.name == response.request.name:
+            if is_delegated(own) and own.name == response.request.name:
                 self._remember(own, response)
         self._splits.clear()
 
     def _remember(self, own: Request, response: Response) -> None:
         set_id, slot = response.process_set, response.slot
         members = self._worker.sets[set_id]
-        plan = PLAIN
-        if own.type != RequestType.ALLREDUCE:
-            rank = members.index(self._worker.rank)
-            plan = make_plan(own, rank, members, response.dims, self._splits.get((set_id, slot)))
+        rank, splits = members.index(self._worker.rank), self._splits.get((set_id, slot))
+        plan = make_plan(own, rank, members, response.dims, splits, self._host_places.get(set_id))
+        if plan is None:
+            return
         op, postscale = -1, 1.0
         if own.op >= 0:
             spec = own.reduce_spec(len(members))
@@ -339,7 +343,7 @@ class FastPathAdapter:
         return (
             0 <= response.slot < self.path.slots
             and self.path.has_set(response.process_set)
-            and is_delegated(response.request, across=self.across)
+            and is_delegated(response.request)
         )
 
     def learn_splits(self, response: Response, splits: Ints) -> None:

@@ -1,10 +1,11 @@
 """What the ranks' sizes make of a call: its outputs, and how a rank takes part when the call is remembered.
 
-Owns: the layout and the allocation of outputs whose size comes with the response, and the plans of calls on
-one host: what each rank copies, or reduces. All is pure but :func:`allocate`.
+Owns: the layout and the allocation of outputs whose size comes with the response, and the plans of remembered
+calls: what each rank copies, or reduces. All is pure but :func:`allocate`.
 
 A rank has a lane in a move (``pyhvd_local_move`` in ``common/job.h``): the bytes that it has for the others.
 In an all-to-all the block for the next rank comes first, so that each rank reads from another one at a time.
+Between hosts the lanes are those of :mod:`pyhvd.transport.moves`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pyhvd.dtypes import BY_CODE
 from pyhvd.errors import RankFailedError
 from pyhvd.negotiation.messages import UNNAMED, Request, RequestType, Response, verb
 from pyhvd.queue import TensorEntry
-from pyhvd.transport.moves import Ints, before
+from pyhvd.transport.moves import MOST_BLOCKS, Ints, Move, MoveLayout, Portions, before
 
 T = TypeVar("T")
 Entries = list[TensorEntry | None]
@@ -40,14 +41,36 @@ class LocalMove(NamedTuple):
         Parts: lane (a set rank), offset in the lane, bytes, offset in this rank's source or target; sorted.
     own : (int, int, int)
         What the rank copies from its source to its target: offsets there and there, and the bytes.
-    longest : int
-        Bytes of the longest lane; the same on all ranks.
+    longest, total : int
+        Bytes of the longest lane, and of all; the same on all ranks.
+    starts : int64 array, optional
+        Over several hosts: where each lane begins if they lie in the order of the hosts.
     """
 
     sources: Ints
     targets: Ints
     own: tuple[int, int, int]
     longest: int
+    total: int
+    starts: Ints | None = None
+
+
+class HostPlaces(NamedTuple):
+    """The hosts of a process set, as a rank sees them.
+
+    Attributes
+    ----------
+    layout : MoveLayout
+        Says which bytes go where.
+    chunk : int
+        Bytes of a chunk.
+    order : sequence of int
+        The set ranks in the order of the hosts that agree, in which a payload has their lanes.
+    """
+
+    layout: MoveLayout
+    chunk: int
+    order: Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +91,10 @@ class Plan:
         Whether these are the rows of a call without splits.
     move : LocalMove, optional
         For verbs that reduce nothing.
-    portions : int64 array, optional
-        Where each rank's portion begins, and the end, in elements (reducescatter).
+    moves : tuple of Move
+        Over several hosts: how the bytes get there. Addresses count from the source and the target.
+    portions : Portions, optional
+        Of a reducescatter.
     """
 
     own_name: bool = False
@@ -78,17 +103,19 @@ class Plan:
     splits: tuple[int, ...] = ()
     even: bool = False
     move: LocalMove | None = None
-    portions: Ints | None = None
-
-
-PLAIN = Plan()
-"""The plan of an allreduce, which depends on no sizes."""
+    moves: tuple[Move, ...] = ()
+    portions: Portions | None = None
 
 
 def make_plan(
-    request: Request, rank: int, members: Sequence[int], dims: Sequence[int], splits: Ints | None
-) -> Plan:
-    """Return the plan of a call.
+    request: Request,
+    rank: int,
+    members: Sequence[int],
+    dims: Sequence[int],
+    splits: Ints | None,
+    across: HostPlaces | None,
+) -> Plan | None:
+    """Return the plan of a call; None if it cannot be remembered.
 
     Parameters
     ----------
@@ -102,40 +129,52 @@ def make_plan(
         The first dimension on each set rank (allgather).
     splits : int64 array, optional
         In row s the rows that set rank s has for each set rank (alltoall).
+    across : HostPlaces, optional
+        The set's hosts, if it has several.
     """
     size, shape, own = len(members), request.shape, UNNAMED in request.name.split(".")
+    if request.type in (RequestType.ALLREDUCE, RequestType.BARRIER):
+        return Plan(own)
+    row = math.prod(shape[1:])
     if request.type == RequestType.REDUCESCATTER:
-        rows = rows_of(shape[0], size)
-        return Plan(own, rows[rank], portions=np.cumsum([0, *rows], dtype=np.int64) * math.prod(shape[1:]))
-    item = BY_CODE[request.dtype].itemsize if request.dtype in BY_CODE else 0
-    if request.type == RequestType.BROADCAST:
-        nbytes = math.prod(shape) * item
-        counts = [nbytes * (member == request.root) for member in members]
-        return Plan(own, move=_gather(counts, rank, [0] * size))
-    row = math.prod(shape[1:]) * item
-    if request.type == RequestType.ALLGATHER:
-        counts = [n * row for n in dims]
-        move = _gather(counts, rank, list(itertools.accumulate(counts, initial=0)))
-        return Plan(own, sum(dims), tuple(dims), move=move)
+        rows, by_slice = rows_of(shape[0], size), None if across is None else across.layout.by_slice
+        if by_slice is not None and len(by_slice) > MOST_BLOCKS:
+            return None
+        return Plan(own, rows[rank], portions=Portions.of([n * row for n in rows], rank, by_slice))
+    item = BY_CODE[request.dtype].itemsize
+    row *= item
     if request.type == RequestType.ALLTOALL:
         assert splits is not None
         mine, received = splits[rank].tolist(), splits[:, rank].tolist()
         even = not shape[0] % size and mine == rows_of(shape[0], size)
-        return Plan(own, sum(received), as_splits(received), tuple(mine), even, _alltoall(splits * row, rank))
-    return Plan(own)
+        move, moves = _alltoall(splits * row, rank, across)
+        return Plan(own, sum(received), as_splits(received), tuple(mine), even, move, moves)
+    if request.type == RequestType.BROADCAST:
+        nbytes = math.prod(shape) * item
+        move, moves = _gather([nbytes * (member == request.root) for member in members], rank, across)
+        return Plan(own, move=move, moves=moves)
+    move, moves = _gather([n * row for n in dims], rank, across)
+    return Plan(own, sum(dims), tuple(dims), move=move, moves=moves)
 
 
-def _gather(counts: Sequence[int], rank: int, starts: Sequence[int]) -> LocalMove:
-    """Return the move that brings rank q's counts[q] bytes to starts[q] everywhere."""
+Moves = tuple[LocalMove, tuple[Move, ...]]
+
+
+def _gather(counts: Sequence[int], rank: int, across: HostPlaces | None) -> Moves:
+    """Return the moves that bring rank q's counts[q] bytes to every rank, one behind the other."""
+    starts = list(itertools.accumulate(counts, initial=0))
     alone = len(counts) == 1
     sources = [] if alone else [(rank, 0, counts[rank], 0)]
     targets = [(q, 0, counts[q], starts[q]) for q in range(len(counts)) if q != rank]
     own = 0, starts[rank], counts[rank]
-    return LocalMove(_parts(sources), _parts(targets), own, 0 if alone else max(counts))
+    local = _local_move(sources, targets, own, [0] if alone else counts, across)
+    if across is None:
+        return local, ()
+    return local, tuple(across.layout.gather(0, 0, counts, across.chunk))
 
 
-def _alltoall(sizes: Ints, rank: int) -> LocalMove:
-    """Return the move that brings sizes[s, r] bytes from rank s to rank r."""
+def _alltoall(sizes: Ints, rank: int, across: HostPlaces | None) -> Moves:
+    """Return the moves that bring sizes[s, r] bytes from rank s to rank r."""
     ranks = len(sizes)
     starts, into = before(sizes[rank]), before(sizes[:, rank])
     # offsets[s, k] is where the block for rank s + 1 + k lies in lane s.
@@ -147,10 +186,34 @@ def _alltoall(sizes: Ints, rank: int) -> LocalMove:
     ]
     targets = [(q, offsets[q, (rank - q - 1) % ranks], sizes[q, rank], into[q]) for q in others]
     own = int(starts[rank]), int(into[rank]), int(sizes[rank, rank])
-    return LocalMove(_parts(sources), _parts(targets), own, int(turned.sum(axis=1).max()))
+    local = _local_move(sources, targets, own, turned.sum(axis=1).tolist(), across)
+    if across is None:
+        return local, ()
+    layout = across.layout
+    table = np.stack([np.stack([sizes[q], sizes[:, q]]) for q in layout.neighbours])
+    return local, tuple(layout.alltoall(0, 0, table, across.chunk, layout.largest_trade(sizes)))
 
 
-def _parts(rows: Sequence[tuple[int, int, int, int]]) -> Ints:
+Parts = Sequence[tuple[int, int, int, int]]
+
+
+def _local_move(
+    sources: Parts,
+    targets: Parts,
+    own: tuple[int, int, int],
+    lanes: Sequence[int],
+    across: HostPlaces | None,
+) -> LocalMove:
+    """Return a rank's part of a move with lanes of so many bytes."""
+    starts = None
+    if across is not None:
+        order = np.array(across.order)
+        starts = np.empty(len(order), np.int64)
+        starts[order] = before(np.array(lanes)[order])
+    return LocalMove(_parts(sources), _parts(targets), own, max(lanes), sum(lanes), starts)
+
+
+def _parts(rows: Parts) -> Ints:
     return np.array([row for row in rows if row[2]], np.int64).reshape(-1, 4)
 
 

@@ -32,12 +32,10 @@ cdef class CachedTensor:
     cdef readonly object plan
     cdef int verb
     cdef bint own_name  # whether pyhvd has made up the name
+    # They point into the arrays of the plan.
     cdef pyhvd_local_move move
-    cdef const int64_t* portions  # NULL: none
-    # They keep alive what `move` and `portions` point to.
-    cdef const int64_t[:, ::1] source_parts
-    cdef const int64_t[:, ::1] target_parts
-    cdef const int64_t[::1] portion_starts
+    cdef pyhvd_move* moves
+    cdef pyhvd_portions portions
     cdef object dtype
     cdef double prescale
     cdef double postscale
@@ -79,28 +77,41 @@ cdef class CachedTensor:
             self.strides[d] = step
             step *= self.dims[d]
         if plan.move is not None:
-            self._lay_out(plan.move)
+            self._lay_out(plan.move, plan.moves)
         elif plan.portions is not None:
-            self.portion_starts = plan.portions
-            self.portions = &self.portion_starts[0]
+            describe_portions(&self.portions, plan.portions)
 
-    cdef int _lay_out(self, move) except -1:
-        self.source_parts, self.target_parts = move.sources, move.targets
-        self.move.source_count = <size_t>self.source_parts.shape[0]
-        self.move.target_count = <size_t>self.target_parts.shape[0]
-        if self.move.source_count:
-            self.move.sources = <const pyhvd_part*>&self.source_parts[0, 0]
-        if self.move.target_count:
-            self.move.targets = <const pyhvd_part*>&self.target_parts[0, 0]
+    def __dealloc__(self):
+        PyMem_Free(self.moves)
+
+    cdef int _lay_out(self, move, moves) except -1:
+        cdef const int64_t[:, ::1] sources = move.sources
+        cdef const int64_t[:, ::1] targets = move.targets
+        cdef const int64_t[::1] starts
+        self.move.source_count = <size_t>sources.shape[0]
+        self.move.target_count = <size_t>targets.shape[0]
+        self.move.sources = <const pyhvd_part*>&sources[0, 0]
+        self.move.targets = <const pyhvd_part*>&targets[0, 0]
         self.move.own_from, self.move.own_to, self.move.own_bytes = move.own
         self.move.longest = move.longest
+        if move.starts is not None:
+            starts, self.move.total = move.starts, move.total
+            self.move.starts = &starts[0]
+        if moves:
+            self.moves = <pyhvd_move*>PyMem_Calloc(len(moves), sizeof(pyhvd_move))
+            if self.moves == NULL:
+                raise MemoryError
+            for k, each in enumerate(moves):
+                describe_move(&self.moves[<Py_ssize_t>k], each, len(each.out))
         return 0
 
     cdef void describe(self, pyhvd_cached_tensor* cached) noexcept:
         """Tell the engine what to do with the tensor."""
         cached.verb = self.verb
         cached.move = &self.move if self.plan.move is not None else NULL
-        cached.portions = self.portions
+        cached.moves = self.moves
+        cached.move_count = <size_t>len(self.plan.moves)
+        cached.portions = &self.portions if self.plan.portions is not None else NULL
 
     cdef bint is_sized(self) noexcept:
         """Return whether the size of its result depends on the other ranks."""

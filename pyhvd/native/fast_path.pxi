@@ -245,7 +245,7 @@ cdef class FastPath(ReadyTableEnd):
         cached.prescale = request.prescale
         cached.postscale = postscale
         cached.dtype = max(request.dtype, 0)
-        cached.op = op
+        cached.op = max(op, 0)
         tensor = CachedTensor(request, slot, version, plan)
         tensor.describe(cached)
         served.tensors[slot] = tensor

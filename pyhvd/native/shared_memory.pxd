@@ -109,6 +109,12 @@ cdef extern from "window/window.h" nogil:
         uint8_t* area[256]
         uint8_t* arena[256]
 
+    ctypedef struct pyhvd_portions:
+        const int64_t* starts
+        int64_t own
+        int64_t longest
+        const int64_t* by_slice
+
     ctypedef struct pyhvd_job:
         const int64_t* srcs
         const int64_t* dsts
@@ -119,7 +125,7 @@ cdef extern from "window/window.h" nogil:
         double prescale
         double postscale
         int direct
-        const int64_t* portions
+        const pyhvd_portions* portions
 
     ctypedef struct pyhvd_part:
         pass
@@ -133,6 +139,8 @@ cdef extern from "window/window.h" nogil:
         int64_t own_to
         int64_t own_bytes
         int64_t longest
+        const int64_t* starts
+        int64_t total
 
     ctypedef struct pyhvd_move:
         const pyhvd_part* sources
@@ -144,8 +152,8 @@ cdef extern from "window/window.h" nogil:
         const int64_t* out
         const int64_t* into "in"
         int single
-        int64_t room
-        int64_t chunks
+        int owned
+        int64_t longest
 
     size_t pyhvd_window_area(size_t capacity, int slots)
     void pyhvd_window_clear(pyhvd_window* w)
@@ -403,7 +411,9 @@ cdef extern from "fast_path/progress.h" nogil:
         int direct
         int verb
         const pyhvd_local_move* move
-        const int64_t* portions
+        const pyhvd_move* moves
+        size_t move_count
+        const pyhvd_portions* portions
 
     ctypedef struct pyhvd_path_set:
         pyhvd_cached_tensor* tensors

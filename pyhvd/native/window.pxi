@@ -290,6 +290,42 @@ cdef Py_ssize_t check_parts(const int64_t[:, ::1] parts, const int64_t[::1] lane
     return parts.shape[0]
 
 
+cdef int describe_move(pyhvd_move* move, made, int hosts) except -1:
+    """Set the fields of a move from a :class:`pyhvd.transport.moves.Move`, which must outlive it."""
+    cdef const int64_t[:, ::1] sources = made.sources
+    cdef const int64_t[:, ::1] targets = made.targets
+    cdef const int64_t[::1] lanes = made.lanes
+    cdef const int64_t[::1] out = made.out
+    cdef const int64_t[::1] into = made.into
+    move.lanes = <int>lanes.shape[0]
+    move.single, move.owned, move.longest = made.single, made.owned, made.longest
+    if not move.lanes or move.owned <= 0 or move.lanes * move.owned * 16 > FLAT:
+        raise ValueError(f"{move.lanes} lanes do not suit a rank with {move.owned} slices")
+    check_lane_numbers(out, hosts, move.lanes)
+    check_lane_numbers(into, hosts, move.lanes)
+    move.source_count = check_parts(sources, lanes)
+    move.target_count = check_parts(targets, lanes)
+    move.sources = <const pyhvd_part*>&sources[0, 0]
+    move.targets = <const pyhvd_part*>&targets[0, 0]
+    move.lane_bytes = &lanes[0]
+    move.out = &out[0]
+    move.into = &into[0]
+    return 0
+
+
+cdef int describe_portions(pyhvd_portions* portions, made) except -1:
+    """Set the fields from a :class:`pyhvd.transport.moves.Portions`, which must outlive them."""
+    cdef const int64_t[::1] starts = made.starts
+    cdef const int64_t[::1] by_slice
+    portions.starts = &starts[0]
+    portions.own, portions.longest = made.own, made.longest
+    portions.by_slice = NULL
+    if made.by_slice is not None:
+        by_slice = made.by_slice
+        portions.by_slice = &by_slice[0]
+    return 0
+
+
 cdef class Window:
     """One rank's end of a shared window.
 
@@ -359,9 +395,9 @@ cdef class Window:
 
     def allreduce(
         self, const int64_t[::1] srcs, const int64_t[::1] dsts, const int64_t[::1] starts, int dtype, int op,
-        double prescale, double postscale
+        double prescale, double postscale, portions=None
     ):
-        """Reduce tensors in rank order; every rank gets the result.
+        """Reduce tensors in rank order; every rank gets the result, or its portion.
 
         Parameters
         ----------
@@ -373,6 +409,9 @@ cdef class Window:
             Codes; checked by the caller.
         prescale, postscale : float
             Factors before and after.
+        portions : Portions, optional
+            Of one tensor: which elements each rank gets. Over several hosts a chunk needs room for 16 bytes
+            of each slice for each host.
 
         Returns
         -------
@@ -380,6 +419,7 @@ cdef class Window:
             False if the window was aborted, or the connection to another host failed (:attr:`Exchange.lost`).
         """
         cdef pyhvd_job job
+        cdef pyhvd_portions parts
         cdef int status
         if srcs.shape[0] != dsts.shape[0] or starts.shape[0] != srcs.shape[0] + 1:
             raise ValueError("the lengths of srcs, dsts and starts must be n, n and n + 1")
@@ -395,6 +435,9 @@ cdef class Window:
         job.postscale = postscale
         job.direct = 0
         job.portions = NULL
+        if portions is not None:
+            describe_portions(&parts, portions)
+            job.portions = &parts
         with nogil:
             status = pyhvd_window_allreduce(&self.window, &job)
         return status == 0
@@ -434,26 +477,13 @@ cdef class Window:
             )
         return status == 0
 
-    def move(
-        self, const int64_t[:, ::1] sources, const int64_t[:, ::1] targets, const int64_t[::1] lanes,
-        const int64_t[::1] out, const int64_t[::1] into, bint single, int64_t room, int64_t chunks
-    ):
+    def move(self, made):
         """Move bytes between the ranks of several hosts; ``move_across.c`` explains it.
 
         Parameters
         ----------
-        sources, targets : int64 arrays of n rows
-            Lane, offset in the lane, bytes (not 0) and address of this rank's parts; sorted.
-        lanes : int64 array
-            Bytes of each lane.
-        out, into : int64 arrays
-            By host, the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
-        single : bool
-            Whether each byte that comes from another host has one target among the local ranks.
-        room : int
-            Bytes of a lane in a slice of a chunk; a multiple of 16.
-        chunks : int
-            Enough for each lane.
+        made : Move
+            See :class:`pyhvd.transport.moves.Move`.
 
         Returns
         -------
@@ -464,22 +494,7 @@ cdef class Window:
         cdef int status
         if self.exchange is None:
             raise ValueError("the window has no exchange with other hosts")
-        move.lanes = <int>lanes.shape[0]
-        move.single = single
-        move.room = room
-        move.chunks = chunks
-        cdef int64_t most = move.lanes * room * self.exchange.c.owned
-        if not lanes.shape[0] or room <= 0 or room % 16 or most > <int64_t>self.window.chunk:
-            raise ValueError(f"{move.lanes} lanes of {room} bytes do not suit chunks of {self.window.chunk}")
-        check_lane_numbers(out, self.exchange.c.hosts, move.lanes)
-        check_lane_numbers(into, self.exchange.c.hosts, move.lanes)
-        move.source_count = check_parts(sources, lanes)
-        move.target_count = check_parts(targets, lanes)
-        move.sources = <const pyhvd_part*>&sources[0, 0]
-        move.targets = <const pyhvd_part*>&targets[0, 0]
-        move.lane_bytes = &lanes[0]
-        move.out = &out[0]
-        move.into = &into[0]
+        describe_move(&move, made, self.exchange.c.hosts)
         with nogil:
             status = pyhvd_window_move(&self.window, &move)
         return status == 0

@@ -12,7 +12,7 @@ from typing import Protocol
 from pyhvd.negotiation.messages import HOST, Request, RequestType, iter_bits
 from pyhvd.negotiation.response_cache import SlotTable
 
-_ON_ONE_HOST = frozenset(
+_DELEGATED = frozenset(
     (
         RequestType.ALLREDUCE,
         RequestType.ALLGATHER,
@@ -24,10 +24,9 @@ _ON_ONE_HOST = frozenset(
 )
 
 
-def is_delegated(request: Request, *, across: bool) -> bool:
-    """Return whether ranks agree by themselves on such a tensor once it is cached; ``across``: hosts."""
-    kinds = (RequestType.ALLREDUCE,) if across else _ON_ONE_HOST
-    return request.type in kinds and request.device == HOST
+def is_delegated(request: Request) -> bool:
+    """Return whether the ranks agree by themselves on such a tensor once it is cached."""
+    return request.type in _DELEGATED and request.device == HOST
 
 
 class ReadyTable(Protocol):
@@ -90,8 +89,7 @@ class Delegation:
     def delegate(self, slot: int) -> None:
         """Delegate a slot if the ranks can agree on its tensor by themselves."""
         meant = self._cache[slot]
-        across = self._ready_table.partial
-        if is_delegated(meant.first, across=across) and slot < self._ready_table.slots:
+        if is_delegated(meant.first) and slot < self._ready_table.slots:
             self._ready_table.delegate(self._set_id, slot, meant.version)
             self.delegated |= 1 << slot
 

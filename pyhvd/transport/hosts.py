@@ -99,10 +99,10 @@ class HostsFabric(ShmFabric):
         table[layout.local] = counts
         if layout.slices > 1:
             mine, into = address(table[layout.local]), address(table)
-            self.run_moves([layout.gather_locally(mine, into, counts.nbytes, chunk)])
+            self.run_moves([layout.gather_locally(mine, into, counts.nbytes)])
         moves = layout.alltoall(address(send), address(recv), table, chunk)
-        agreed = self._largest([move.chunks for move in moves])
-        self.run_moves(move._replace(chunks=n) for move, n in zip(moves, agreed, strict=True))
+        agreed = self._largest([move.longest for move in moves])
+        self.run_moves(move._replace(longest=n) for move, n in zip(moves, agreed, strict=True))
 
     exchange = alltoallv
 
@@ -119,7 +119,7 @@ class HostsFabric(ShmFabric):
     def run_moves(self, moves: Iterable[Move]) -> None:
         """Move bytes; all ranks of the set call it with moves of one layout."""
         for move in moves:
-            self.check(done=self.window.move(*move))
+            self.check(done=self.window.move(move))
 
     def choose_carrier(self, options: LinkOptions, largest_chunk: int) -> None:
         """Choose what carries the bytes of the rails; collective, before the first operation."""

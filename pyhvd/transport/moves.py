@@ -20,14 +20,30 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-ALIGNED = 16
-"""Boundaries of slices are multiples of this number of bytes; ``move_across.c`` has the same."""
+MOST_BLOCKS = 1024
+"""Blocks of a chunk, at most: each has room for 16 bytes, and a chunk for 16 KiB at least."""
 LEAST = 16384
 """A slice has so much room in each lane of a chunk, if the chunk is large enough."""
 
 
 class Move(NamedTuple):
-    """The arguments of :meth:`pyhvd.native.shared_memory.Window.move`."""
+    """One rank's part of a move.
+
+    Attributes
+    ----------
+    sources, targets : int64 arrays of n rows
+        Lane, offset in the lane, bytes (not 0) and address of this rank's parts; sorted.
+    lanes : int64 array
+        Bytes of each lane.
+    out, into : int64 arrays
+        By host, the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
+    single : bool
+        Whether each byte that comes from another host has one target among the local ranks.
+    owned : int
+        Slices of one rank, at most, on any host.
+    longest : int
+        Bytes of the longest lane on any host.
+    """
 
     sources: Ints
     targets: Ints
@@ -35,21 +51,35 @@ class Move(NamedTuple):
     out: Ints
     into: Ints
     single: bool
-    room: int
-    chunks: int
+    owned: int
+    longest: int
 
 
 class Portions(NamedTuple):
-    """What one rank reduces of each host's block, for its host.
+    """Which elements of a tensor each rank of a set gets.
 
     Attributes
     ----------
-    first, size : int64 arrays
-        By host: the first byte within the block, and the number of bytes.
+    starts : int64 array
+        By set rank, where its portion begins; and the end.
+    own : int
+        This set rank.
+    longest : int
+        Elements of the longest portion.
+    by_slice : int64 array, optional
+        Over several hosts, by host and slice: the set rank whose portion goes there with the slice; -1: none.
     """
 
-    first: Ints
-    size: Ints
+    starts: Ints
+    own: int
+    longest: int
+    by_slice: Ints | None = None
+
+    @classmethod
+    def of(cls, counts: Sequence[int], own: int, by_slice: Ints | None) -> Portions:
+        """Return the portions of ranks that get ``counts`` elements."""
+        starts = np.cumsum([0, *counts], dtype=np.int64)
+        return cls(starts, own, max(counts), by_slice)
 
 
 def as_parts(lane: Ints | int, offset: Ints | int, size: Ints, address: Ints | int) -> Ints:
@@ -83,6 +113,8 @@ class MoveLayout:
         This rank's host, its number there, and the number of ranks there.
     slices : int
         Number of slices of a chunk.
+    by_slice : int64 array
+        See :class:`Portions`.
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]], rank: int) -> None:
@@ -97,6 +129,10 @@ class MoveLayout:
         self.here = int(self._host_of[self._place])
         self.local = self._place - int(self._firsts[self.here])
         self.ranks = int(sizes[self.here])
+        self.by_slice: Ints = np.full(self._hosts * self.slices, -1, np.int64)
+        for host, members in enumerate(hosts):
+            for local, each in enumerate(members):
+                self.by_slice[host * self.slices - (-local * self.slices // len(members))] = each
 
     # -- moves ---------------------------------------------------------------------------------------
 
@@ -115,7 +151,7 @@ class MoveLayout:
             sources = as_parts(mine, offsets[self._place], sizes[self._place], send)
             targets = as_parts(by_place, offsets, others, into)
             out = np.full(self._hosts, mine)
-            yield self._move(sources, targets, totals[group], out, lane_of, chunk, single=False)
+            yield self._move(sources, targets, totals[group], out, lane_of, single=False)
 
     def trade(
         self, sources: Ints, targets: Ints, out: Ints, into: Ints, chunk: int, largest: int = 0
@@ -131,8 +167,7 @@ class MoveLayout:
         chunk : int
             Bytes of a chunk.
         largest : int
-            Bytes of the largest lane of any two hosts; 0: unknown, so the ranks must agree on the number of
-            chunks.
+            Bytes of the largest lane of any two hosts; 0: unknown, so the ranks must agree on it.
         """
         distances = np.arange(1, self._hosts + 1) % self._hosts
         moves = []
@@ -145,24 +180,21 @@ class MoveLayout:
             lanes[to[to >= 0]] = out[to >= 0]
             lanes[back[back >= 0]] = into[back >= 0]
             given, taken = (_renumbered(parts, lane) for parts, lane in ((sources, to), (targets, back)))
-            moves.append(self._move(given, taken, lanes, to, back, chunk, largest, single=True))
+            moves.append(self._move(given, taken, lanes, to, back, largest, single=True))
         return moves
-
-    def among_local(self, sources: Ints, targets: Ints, total: int, chunk: int, largest: int) -> Move:
-        """Return the move of one lane among the ranks of each host; ``largest``: of any host, in bytes."""
-        nowhere = np.full(self._hosts, -1)
-        lane = np.where(np.arange(self._hosts) == self.here, 0, -1)
-        return self._move(sources, targets, np.array([total]), lane, nowhere, chunk, largest, single=False)
 
     # -- collectives ---------------------------------------------------------------------------------
 
-    def gather_locally(self, mine: int, table: int, nbytes: int, chunk: int) -> Move:
+    def gather_locally(self, mine: int, table: int, nbytes: int) -> Move:
         """Return the move that gives a host's ranks each other's `nbytes` bytes; own ones are in place."""
         ranks = np.arange(self.ranks)
         sizes = np.where(ranks == self.local, 0, nbytes)
         targets = as_parts(0, ranks * nbytes, sizes, table + ranks * nbytes)
         sources = as_parts(0, self.local * nbytes, np.array([nbytes * (self.ranks > 1)]), mine)
-        return self.among_local(sources, targets, self.ranks * nbytes, chunk, self.slices * nbytes)
+        nowhere = np.full(self._hosts, -1)
+        lane = np.where(np.arange(self._hosts) == self.here, 0, -1)
+        total = np.array([self.ranks * nbytes])
+        return self._move(sources, targets, total, lane, nowhere, self.slices * nbytes, single=False)
 
     def alltoall(self, send: int, recv: int, table: Ints, chunk: int, largest: int = 0) -> list[Move]:
         """Return the moves of an all-to-all, without the blocks of ranks for themselves.
@@ -191,71 +223,19 @@ class MoveLayout:
         into = self._per_host(per_rank)
         return self.trade(sources, targets, per_host.sum(axis=0), into, chunk, largest)
 
-    def portions(self, totals: Ints, local: int) -> Portions:
-        """Return what a local rank reduces of hosts' blocks of these sizes: the slices that it owns."""
-        first, end = (-(-rank * self.slices // self.ranks) for rank in (local, local + 1))
-        edges = [totals if k == self.slices else totals * k // self.slices & -ALIGNED for k in (first, end)]
-        return Portions(edges[0], edges[1] - edges[0])
-
-    def per_host(self, counts: Sequence[int]) -> Ints:
-        """Return the bytes of each host's ranks together."""
-        return self._per_host(np.asarray(counts, np.int64)[self.order])
-
-    def collect_portions(self, send: int, box: int, totals: Ints, chunk: int) -> Move:
-        """Return the move by which each local rank gets the others' bytes of what it reduces.
-
-        Parameters
-        ----------
-        send : int
-            Address of the hosts' blocks, one behind the other.
-        box : int
-            Address of a row for each local rank, with room for this rank's portions, one behind the other.
-        totals : int64 array
-            Bytes of each host's block.
-        chunk : int
-            Bytes of a chunk.
-        """
-        portions = [self.portions(totals, q) for q in range(self.ranks)]
-        # By sender and receiver; a lane has the bytes in this order, and then host by host.
-        sizes = np.tile([each.size.sum() for each in portions], (self.ranks, 1))
-        np.fill_diagonal(sizes, 0)
-        at = before(sizes.reshape(-1)).reshape(sizes.shape)
-        blocks, mine = before(totals), portions[self.local]
-        sources = [
-            as_parts(0, at[self.local, q] + before(each.size), each.size, send + blocks + each.first)
-            for q, each in enumerate(portions)
-            if q != self.local
-        ]
-        row = int(mine.size.sum())
-        targets = [
-            as_parts(0, at[q, self.local] + before(mine.size), mine.size, box + q * row + before(mine.size))
-            for q in range(self.ranks)
-            if q != self.local
-        ]
-        largest = (self.slices - 1) * int(totals.sum())
-        return self.among_local(_joined(sources), _joined(targets), int(sizes.sum()), chunk, largest)
-
-    def trade_partials(self, send: int, box: int, counts: Sequence[int], chunk: int) -> list[Move]:
-        """Return the moves that bring the hosts' partial results of this rank's bytes into rows of a box.
-
-        `send` is as in :meth:`collect_portions`, reduced where this rank's portions are. On a host with one
-        rank the own row stays empty.
-        """
-        sizes = np.asarray(counts, np.int64)[self.order]
-        totals, mine = self._per_host(sizes), int(sizes[self._place])
-        hosts, away = np.arange(self._hosts), np.arange(self._hosts) != self.here
-        needed = away | (self.ranks > 1)
-        portions = self.portions(totals, self.local)
-        address = send + before(totals) + portions.first
-        sources = as_parts(hosts, portions.first, np.where(needed, portions.size, 0), address)
-        at = self._within_hosts(sizes)[self._place]
-        targets = as_parts(hosts, at, np.where(needed, mine, 0), box + hosts * mine)
-        into = np.where(needed, totals[self.here], 0)
-        return self.trade(
-            sources, targets, np.where(needed, totals, 0), into, chunk, max(int(totals.max()), 1)
-        )
-
     # -- parts ---------------------------------------------------------------------------------------
+
+    @property
+    def neighbours(self) -> Ints:
+        """The set ranks of this host."""
+        return self.order[self._place - self.local :][: self.ranks]
+
+    def largest_trade(self, sizes: Ints) -> int:
+        """Return the bytes of the largest lane of an all-to-all of sizes[s, r] bytes from rank s to r."""
+        sizes = sizes.copy()
+        np.fill_diagonal(sizes, 0)
+        by_host = np.add.reduceat(self._per_host(sizes[:, self.order])[self.order], self._firsts, axis=0)
+        return int(by_host.max())
 
     def _per_host(self, sizes: Ints) -> Ints:
         totals: Ints = np.add.reduceat(sizes, self._firsts, axis=-1)
@@ -274,24 +254,16 @@ class MoveLayout:
         lanes: Ints,
         out: Ints,
         into: Ints,
-        chunk: int,
         largest: int = 0,
         *,
         single: bool,
     ) -> Move:
-        room = chunk // (len(lanes) * self._owned) // ALIGNED * ALIGNED
         longest = largest or int(lanes.max())
-        # A slice may be longer than others, by less than ALIGNED.
-        chunks = -(-(longest // self.slices + ALIGNED) // room) if longest else 0
-        return Move(sources, targets, lanes, out, into, single, room, chunks)
+        return Move(sources, targets, lanes, out, into, single, self._owned, longest)
 
 
 def _groups(numbers: Ints, most: int) -> list[Ints]:
     return [numbers[first : first + most] for first in range(0, len(numbers), most)]
-
-
-def _joined(parts: list[Ints]) -> Ints:
-    return np.concatenate(parts) if parts else np.empty((0, 4), np.int64)
 
 
 def _renumbered(parts: Ints, lane_of: Ints) -> Ints:

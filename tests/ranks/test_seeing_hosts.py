@@ -77,8 +77,9 @@ def test_what_crosses_and_who_is_late(hosts: list[int], late: int) -> None:
         assert steps <= sum(grown(pair, "late_exchanges", each) for each in set(names)) <= 2 * steps
         assert pair[1].host_late_tensors.keys() == (set(names) if reports else set())
         if reports:
-            assert sum(grown(pair, "host_late_tensors", each) for each in set(names)) == 2 * (steps - 1)
-            assert grown(pair, "host_late_tensors", late_host) == 2 * (steps - 1)
+            tensors, barriers = 2 * (steps - 1), steps + 1
+            assert sum(grown(pair, "host_late_tensors", each) for each in set(names)) == tensors + barriers
+            assert tensors <= grown(pair, "host_late_tensors", late_host) <= tensors + barriers
             for other in others - {late_host}:
                 assert grown(pair, "host_awaited_seconds", other) < LATE * steps / 2
         if reports and names[rank] != late_host:

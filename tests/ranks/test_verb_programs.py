@@ -1,4 +1,4 @@
-"""Random programs of all verbs, with process sets, threads, changed sizes and joins, on one host."""
+"""Random programs of all verbs, with process sets, threads, changed sizes and joins."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.ranks.verb_programs import run_program
 PROGRAMS = 1000 if thinning.long else 200 if thinning.full else 40
 STEPS = 6
 AT_ONCE = 20
+HOSTS = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 1], [0, 1, 0, 1])
 """Programs of one job."""
 
 
@@ -28,6 +29,18 @@ def test_programs(first: int) -> None:
     for counts in run_ranks(size, run_programs, first, size, timeout=120, knobs=knobs):
         for verb in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"):
             assert counts[verb] > 0, f"no {verb} was remembered"
+
+
+@pytest.mark.parametrize("chunk_size", [1 << 14, 1 << 18])
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_programs_on_hosts(hosts: list[int], chunk_size: int) -> None:
+    knobs = {"fast_lane": True, "dynamic_process_sets": True, "chunk_size": chunk_size}
+    first, size = 5000, len(hosts)
+    for _ in range(3 if thinning.full else 1):
+        for counts in run_ranks(size, run_programs, first, size, timeout=180, knobs=knobs, hosts=hosts):
+            for verb in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"):
+                assert counts[verb] > 0, f"no {verb} was remembered"
+        first += AT_ONCE
 
 
 def test_programs_by_message_and_with_few_slots() -> None:

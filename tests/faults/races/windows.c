@@ -157,15 +157,29 @@ static void allreduce(player *p) {
     }
 }
 
+/* Store which rank's portion goes to each host with each slice. */
+static void choose_slices(const layout *l, int64_t *by_slice) {
+    for (int k = 0; k < l->hosts * l->slices; k++) by_slice[k] = -1;
+    for (int g = 0; g < l->hosts; g++)
+        for (int k = 0; k < l->ranks[g]; k++)
+            by_slice[g * l->slices + (k * l->slices + l->ranks[g] - 1) / l->ranks[g]] =
+                l->first[g] + k;
+}
+
 /* Reduce one tensor, of which each rank gets a portion; a portion may be empty. */
 static void scatter(player *p) {
     int64_t src = (int64_t)(intptr_t)p->send, dst = (int64_t)(intptr_t)p->recv;
-    int64_t starts[2] = {0}, portions[MOST_RANKS + 1] = {0};
+    int64_t starts[2] = {0}, portions[MOST_RANKS + 1] = {0}, by_slice[MOST_RANKS * MOST_HOSTS];
+    pyhvd_portions parts = {portions, p->rank, 0, p->s->hosts ? by_slice : NULL};
     pyhvd_job job = {&src,      &dst, starts, 1, (int)roll(&p->plan, PYHVD_DTYPES),
-                     PYHVD_SUM, 1,    1,      0, portions};
+                     PYHVD_SUM, 1,    1,      0, &parts};
+    if (p->s->hosts) choose_slices(p->s->hosts, by_slice);
     size_t item = pyhvd_itemsize(job.dtype), most = MOST(p->s->capacity) / (size_t)p->size / item;
     for (int q = 0; q < p->size; q++)
         portions[q + 1] = portions[q] + (int64_t)(draw_bytes(p, most * item) / item);
+    for (int q = 0; q < p->size; q++)
+        if (portions[q + 1] - portions[q] > parts.longest)
+            parts.longest = portions[q + 1] - portions[q];
     starts[1] = portions[p->size];
     job.op = draw_op(p, job.dtype);
     job.prescale = draw_factor(p, job.dtype);
@@ -207,8 +221,8 @@ static void shuffle(player *p) {
     move.own_from = sent[p->rank], move.own_to = got[p->rank];
     move.own_bytes = sizes[p->rank][p->rank];
     linger(&p->draw);
-    pyhvd_window_begin_local(&cursor, &move, (int64_t)(intptr_t)p->send,
-                             (int64_t)(intptr_t)p->recv);
+    pyhvd_window_begin_move(&cursor, &move, NULL, 0, (int64_t)(intptr_t)p->send,
+                            (int64_t)(intptr_t)p->recv);
     proceed(p, &cursor);
     for (int q = 0; q < p->size; q++) {
         fill_in(p, p->expected, (size_t)sizes[q][p->rank], PYHVD_UINT8, q, p->rank);
@@ -307,8 +321,8 @@ static void lay_out(player *p, moving *m, int lane, int h, int g) {
     m->lane_bytes[lane] = at;
 }
 
-/* Return the number of chunks that the longest lane of any two hosts needs. */
-static int64_t chunks_of(const player *p, const moving *m) {
+/* Return the bytes of the longest lane of any two hosts. */
+static int64_t longest_of(const player *p, const moving *m) {
     const layout *l = p->s->hosts;
     int64_t longest = 0;
     for (int h = 0; h < l->hosts; h++)
@@ -319,7 +333,7 @@ static int64_t chunks_of(const player *p, const moving *m) {
                     bytes += k == l->first[g] || !m->shared ? size_of(m, q, k) : 0;
             longest = bytes > longest ? bytes : longest;
         }
-    return (longest / l->slices + 16 + m->move.room - 1) / m->move.room;
+    return longest;
 }
 
 static void move(player *p) {
@@ -343,8 +357,7 @@ static void move(player *p) {
     }
     for (int g = 0; g < hosts && !m.shared; g++)
         if (g != here) lay_out(p, &m, hosts + g, g, here);
-    m.move.room = (int64_t)p->w.chunk / (m.lanes * owned) & ~(int64_t)15;
-    m.move.chunks = chunks_of(p, &m);
+    m.move.owned = owned, m.move.longest = longest_of(p, &m);
     m.move.sources = m.sources, m.move.targets = m.targets, m.move.lane_bytes = m.lane_bytes;
     m.move.lanes = m.lanes, m.move.single = !m.shared, m.move.out = m.out, m.move.in = m.in;
     linger(&p->draw);
@@ -399,11 +412,13 @@ static void use(int rank, void *what) {
     player p;
     enter(&p, s, rank);
     for (p.round = 1; p.round <= (uint64_t)s->t->rounds; p.round++) {
-        uint64_t kind = roll(&p.plan, s->hosts ? 16 : 20);
+        uint64_t kind = roll(&p.plan, s->hosts ? 18 : 20);
         linger(&p.draw);
         if (kind < 10)
             allreduce(&p);
-        else if (s->hosts && kind != 14)
+        else if (s->hosts && kind > 14)
+            scatter(&p);
+        else if (s->hosts && kind < 14)
             move(&p);
         else if (kind < 12 || kind > 18)
             gather(&p);

@@ -10,8 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from pyhvd.backends.host import rows_of
 from pyhvd.dtypes import Code
-from pyhvd.engine.plans import LocalMove, Plan, make_plan
+from pyhvd.engine.plans import LocalMove, Plan, HostPlaces, make_plan
 from pyhvd.negotiation.messages import Request, RequestType
+from pyhvd.transport.moves import MoveLayout
 
 Arrays = list[np.ndarray[Any, np.dtype[np.uint8]]]
 
@@ -19,15 +20,25 @@ SIZES = st.integers(1, 5)
 ROWS = st.integers(0, 4)
 
 
-def _plans(kind: RequestType, shapes: list[tuple[int, ...]], **terms: Any) -> list[Plan]:
+def _plans(
+    kind: RequestType, shapes: list[tuple[int, ...]], hosts: list[list[int]] | None = None, **terms: Any
+) -> list[Plan]:
     """Return the plans of all ranks, which are the global ranks 10, 11, ..."""
     members = range(10, 10 + len(shapes))
     dims = [shape[0] for shape in shapes] if kind == RequestType.ALLGATHER else ()
     splits = terms.pop("splits", None)
-    return [
-        make_plan(Request(kind, "x", Code.INT16, shape, **terms), rank, members, dims, splits)
-        for rank, shape in enumerate(shapes)
-    ]
+    found = []
+    for rank, shape in enumerate(shapes):
+        request = Request(kind, "x", Code.INT16, shape, **terms)
+        across = None if hosts is None else _around(hosts, rank)
+        plan = make_plan(request, rank, members, dims, splits, across)
+        assert plan is not None
+        found.append(plan)
+    return found
+
+
+def _around(hosts: list[list[int]], rank: int) -> HostPlaces:
+    return HostPlaces(MoveLayout(hosts, rank), 1 << 18, [each for ranks in hosts[::-1] for each in ranks])
 
 
 def _carry_out(moves: list[LocalMove], sources: Arrays, targets: Arrays) -> None:
@@ -113,14 +124,52 @@ def test_reducescatter(size: int, shape: list[int]) -> None:
     plans = _plans(RequestType.REDUCESCATTER, [tuple(shape)] * size)
     for rank, plan in enumerate(plans):
         assert plan.portions is not None
-        counts = np.diff(plan.portions).tolist()
-        assert plan.portions[0] == 0
+        counts = np.diff(plan.portions.starts).tolist()
+        assert plan.portions.starts[0] == 0
+        assert (plan.portions.own, plan.portions.longest) == (rank, max(counts))
         assert counts == [n * math.prod(shape[1:]) for n in rows_of(shape[0], size)]
         assert plan.rows == rows_of(shape[0], size)[rank]
 
 
 def test_verbs_without_sizes_have_no_plan() -> None:
-    plan = make_plan(Request(RequestType.ALLREDUCE, "x", Code.INT16, (3,)), 0, [0, 1], (), None)
-    assert (plan.rows, plan.move, plan.portions) == (-1, None, None)
-    plan = make_plan(Request(RequestType.BARRIER, "x"), 0, [0, 1], (), None)
-    assert (plan.rows, plan.move, plan.portions) == (-1, None, None)
+    for request in (Request(RequestType.ALLREDUCE, "x", Code.INT16, (3,)), Request(RequestType.BARRIER, "x")):
+        plan = make_plan(request, 0, [0, 1], (), None, None)
+        assert plan is not None
+        assert (plan.rows, plan.move, plan.portions) == (-1, None, None)
+
+
+def test_too_many_blocks_are_not_remembered() -> None:
+    hosts = [list(range(k * 256, k * 256 + 256)) for k in range(5)]
+    request = Request(RequestType.REDUCESCATTER, "x", Code.INT16, (3,))
+    assert make_plan(request, 0, range(1280), (), None, _around(hosts, 0)) is None
+
+
+HOSTS = st.sampled_from(([[0], [1]], [[0, 1], [2, 3]], [[0, 2], [1, 3, 4]], [[1], [0, 2], [3]]))
+
+
+@settings(deadline=None)
+@given(HOSTS, st.data())
+def test_a_result_of_all_lanes(hosts: list[list[int]], data: st.DataObject) -> None:
+    """Where an all-to-all's lanes lie if payloads bring them all, in the order of the hosts that agree."""
+    size = sum(map(len, hosts))
+    rows = st.lists(st.lists(ROWS, min_size=size, max_size=size), min_size=size, max_size=size)
+    splits = np.array(data.draw(rows), np.int64)
+    plans = _plans(RequestType.ALLTOALL, [(int(row.sum()),) for row in splits], hosts, splits=splits)
+    whole = b""
+    sources = [_values(rank, int(2 * splits[rank].sum())) for rank in range(size)]
+    for rank in _around(hosts, 0).order:
+        lane = np.zeros(2 * int(splits[rank].sum() - splits[rank, rank]), np.uint8)
+        for _, offset, nbytes, at in _moves(plans)[rank].sources.tolist():
+            lane[offset : offset + nbytes] = sources[rank][at : at + nbytes]
+        whole += lane.tobytes()
+    for rank, move in enumerate(_moves(plans)):
+        assert move.total == len(whole)
+        assert move.starts is not None
+        got = np.zeros(2 * int(splits[:, rank].sum()), np.uint8)
+        taken, into, nbytes = move.own
+        got[into : into + nbytes] = sources[rank][taken : taken + nbytes]
+        for lane, offset, count, at in move.targets.tolist():
+            first = int(move.starts[lane]) + offset
+            got[at : at + count] = np.frombuffer(whole[first : first + count], np.uint8)
+        blocks = [np.split(each, np.cumsum(splits[q])[:-1] * 2)[rank] for q, each in enumerate(sources)]
+        assert got.tobytes() == b"".join(block.tobytes() for block in blocks)

@@ -190,7 +190,7 @@ class FakeFastPath:
         direct: bool,
         plan: Plan,
     ) -> None:
-        assert is_delegated(request, across=False), "the fast path has no such verb"
+        assert is_delegated(request), "the fast path has no such verb"
         key = (set_id, request.name)
         before, unit = self.parts.get(key), self.units.get(key)
         self.parts[key] = (request, slot, since)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pyhvd import _fusion
 from pyhvd.arrays import address
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
-from pyhvd.transport.moves import Move, MoveLayout
+from pyhvd.transport.moves import Move, MoveLayout, Portions
 from tests.thinning import examples
 from tests.unit.native.test_exchange import CHUNK, LAYOUTS, Hosts, oracle, reduce
 from tests.unit.native.test_window import Array
@@ -28,7 +28,7 @@ def places(layout: Sequence[int]) -> list[list[int]]:
 
 
 def run(window: shared_memory.Window, moves: Iterable[Move]) -> bool:
-    return all(window.move(*each) for each in moves)
+    return all(window.move(each) for each in moves)
 
 
 def gather(window: shared_memory.Window, layout: MoveLayout, blocks: list[Array], rank: int) -> Array:
@@ -41,23 +41,15 @@ def gather(window: shared_memory.Window, layout: MoveLayout, blocks: list[Array]
     return out
 
 
-def alltoall(
-    window: shared_memory.Window, layout: MoveLayout, blocks: list[list[Array]], rank: int, chunks: int
-) -> Array:
-    """Exchange blocks; every rank knows all of them here, so `chunks` is enough for each move."""
-    size = len(blocks)
-    table = np.array(
-        [
-            [[len(blocks[q][r]) for r in range(size)], [len(blocks[r][q]) for r in range(size)]]
-            for q in layout.order[layout.order.tolist().index(rank) - layout.local :][: layout.ranks]
-        ],
-        np.int64,
-    )
+def alltoall(window: shared_memory.Window, layout: MoveLayout, blocks: list[list[Array]], rank: int) -> Array:
+    """Exchange blocks; every rank knows all of them here."""
+    sizes = np.array([[len(block) for block in row] for row in blocks], np.int64)
+    table = np.stack([np.stack([sizes[q], sizes[:, q]]) for q in layout.neighbours])
     send, recv = np.concatenate(blocks[rank]), np.zeros(table[layout.local, 1].sum(), np.uint8)
     at, own = sum(len(blocks[q][rank]) for q in range(rank)), blocks[rank][rank]
     recv[at : at + len(own)] = own
-    moves = layout.alltoall(address(send), address(recv), table, window.chunk)
-    assert run(window, [each._replace(chunks=chunks) for each in moves])
+    largest = layout.largest_trade(sizes)
+    assert run(window, layout.alltoall(address(send), address(recv), table, window.chunk, largest))
     return recv
 
 
@@ -81,7 +73,7 @@ def test_random_moves_one_behind_the_other(data: st.DataObject, layout: tuple[in
             if kind == "gather":
                 results.append(gather(window, mine, [row[0] for row in blocks], rank))
             elif kind == "alltoall":
-                results.append(alltoall(window, mine, blocks, rank, 100 * size))
+                results.append(alltoall(window, mine, blocks, rank))
             elif kind == "reduce":
                 out = np.full(len(blocks[0][0]) // 4, rank, np.float32)
                 assert reduce(window, [out], [out], [out.size])
@@ -102,36 +94,21 @@ def test_random_moves_one_behind_the_other(data: st.DataObject, layout: tuple[in
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (3, 1), (1, 2, 4)], ids=str)
-@pytest.mark.parametrize("count", [1, 1000, 300_000])
-def test_rows_are_summed_host_by_host(layout: tuple[int, ...], count: int) -> None:
-    """As a reducescatter does it: portions among local ranks, then partial results."""
+@pytest.mark.parametrize("count", [0, 1, 1000, 300_000])
+@pytest.mark.parametrize("prescale", [1.0, 0.5])
+def test_portions_have_the_bits_of_an_allreduce(layout: tuple[int, ...], count: int, prescale: float) -> None:
     size, hosts = sum(layout), Hosts(layout)
     counts = [count + rank % 2 for rank in range(size)]
     parts = [np.random.default_rng(r).normal(size=sum(counts)).astype(np.float32) for r in range(size)]
-    whole = oracle(layout, parts, Code.FLOAT32, ReduceOp.SUM, 1.0)
+    scaled = [(part * np.float32(prescale)).astype(np.float32) for part in parts]
+    whole = oracle(layout, scaled, Code.FLOAT32, ReduceOp.SUM, 2.0)
 
     def job(rank: int, window: shared_memory.Window) -> Array:
-        mine, nbytes = MoveLayout(places(layout), rank), [4 * n for n in counts]
-        send, totals = parts[rank].copy(), mine.per_host(nbytes)
-        portion = mine.portions(totals, mine.local)
-        box = np.zeros((mine.ranks, int(portion.size.sum())), np.uint8)
-        assert run(window, [mine.collect_portions(address(send), address(box), totals, window.chunk)])
-        for g in range(len(layout)):
-            at = address(send) + int(totals[:g].sum() + portion.first[g])
-            rows = address(box) + int(portion.size[:g].sum()) + box.shape[1] * np.arange(mine.ranks)
-            rows[mine.local] = at
-            if mine.ranks > 1:
-                _fusion.reduce(at, rows, int(portion.size[g]) // 4, Code.FLOAT32, ReduceOp.SUM, 1.0)
-        partials = np.zeros((len(layout), counts[rank]), np.float32)
-        moves = mine.trade_partials(address(send), address(partials), nbytes, window.chunk)
-        assert run(window, moves)
-        if mine.ranks == 1:
-            partials[mine.here] = send[sum(counts[:rank]) :][: counts[rank]]
-        out, rows = (
-            np.empty(counts[rank], np.float32),
-            address(partials) + 4 * counts[rank] * np.arange(len(layout)),
-        )
-        _fusion.reduce(address(out), rows, counts[rank], Code.FLOAT32, ReduceOp.SUM, 1.0)
+        portions = Portions.of(counts, rank, MoveLayout(places(layout), rank).by_slice)
+        out, starts = np.zeros(counts[rank], np.float32), np.array([0, sum(counts)], np.int64)
+        src, dst = (np.array([address(each)], np.int64) for each in (parts[rank], out))
+        terms = Code.FLOAT32, ReduceOp.SUM, prescale, 2.0
+        assert window.allreduce(src, dst, starts, *terms, portions)
         return out
 
     for rank, out in enumerate(hosts.run(job)):
@@ -211,17 +188,17 @@ def test_wrong_arguments_are_refused() -> None:
     window = Hosts((1, 1)).windows[0]
     none, lanes = np.empty((0, 4), np.int64), np.array([100], np.int64)
     to, back = np.array([-1, 0], np.int64), np.array([-1, -1], np.int64)
-    with pytest.raises(ValueError, match="1 lanes of 24 bytes do not suit"):
-        window.move(none, none, lanes, to, back, False, 24, 1)
-    with pytest.raises(ValueError, match="0 lanes of 16 bytes do not suit"):
-        window.move(none, none, lanes[:0], to, back, False, 16, 1)
-    with pytest.raises(ValueError, match="expected 2 lane numbers"):
-        window.move(none, none, lanes, to[:1], back, False, 16, 1)
-    with pytest.raises(ValueError, match="there is no lane 1"):
-        window.move(none, none, lanes, to + 1, back, False, 16, 1)
+    good = Move(none, none, lanes, to, back, single=False, owned=1, longest=100)
     part = np.array([[0, 50, 60, 4096]], np.int64)
-    with pytest.raises(ValueError, match="part 0 is not within a lane"):
-        window.move(part, none, lanes, to, back, False, 16, 1)
     twice = np.array([[0, 50, 6, 4096]] * 2, np.int64)
-    with pytest.raises(ValueError, match="part 1 is not behind"):
-        window.move(none, twice, lanes, to, back, False, 16, 1)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("1 lanes do not suit a rank with 1025 slices", {"owned": 1025}),
+        ("0 lanes do not suit", {"lanes": lanes[:0]}),
+        ("expected 2 lane numbers", {"out": to[:1]}),
+        ("there is no lane 1", {"out": to + 1}),
+        ("part 0 is not within a lane", {"sources": part}),
+        ("part 1 is not behind", {"targets": twice}),
+    ]
+    for text, changed in wrong:
+        with pytest.raises(ValueError, match=text):
+            window.move(good._replace(**changed))

@@ -37,8 +37,30 @@ static uint64_t round_of(const pyhvd_ready_table *t, uint32_t set, uint32_t slot
 }
 
 static int is_alike(const pyhvd_payload_item *a, const pyhvd_payload_item *b) {
-    return a->count == b->count && a->dtype == b->dtype && a->op == b->op &&
-           a->postscale == b->postscale;
+    return (a->count == b->count || a->op == PYHVD_GATHERS) && a->dtype == b->dtype &&
+           a->op == b->op && a->postscale == b->postscale;
+}
+
+/* Combine the items of local ranks, or of hosts, which have a payload each: reduce their values, or
+ * store them one behind the other. */
+static void combine(uint8_t *out, const pyhvd_payload_item *const *items, const int64_t *values,
+                    uint32_t n, double postscale) {
+    const pyhvd_payload_item *first = items[0];
+    if (first->op != PYHVD_GATHERS) {
+        pyhvd_reduce(out, values, n, first->count, first->dtype, first->op, postscale);
+        return;
+    }
+    for (uint32_t k = 0; k < n; out += bytes_of(items[k++]))
+        memcpy(out, (const void *)(intptr_t)values[k], bytes_of(items[k]));
+}
+
+/* The bytes of what `combine` stores. */
+static size_t combined_bytes(const pyhvd_payload_item *const *items, uint32_t n) {
+    size_t bytes = 0;
+    // cppcheck-suppress uninitvar - the first n items are set
+    if (items[0]->op != PYHVD_GATHERS) return bytes_of(items[0]);
+    for (uint32_t k = 0; k < n; k++) bytes += bytes_of(items[k]);
+    return bytes;
 }
 
 /* ---- staging ---- */
@@ -59,17 +81,15 @@ void pyhvd_payloads_tidy(pyhvd_ready_table *t) {
     }
 }
 
-void pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item, int64_t src,
-                          double prescale) {
+uint8_t *pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item) {
     pyhvd_payload *staged = staged_by(t, (uint32_t)t->rank);
     if (!has_payloads(t) || !t->shared->sets[item.set].spans || staged->n == PYHVD_PAYLOAD_SLOTS ||
         bytes_of(&item) > PYHVD_PAYLOAD - staged->bytes)
-        return;
-    int64_t count = item.count;
-    pyhvd_pack(staged->values + staged->bytes, &src, &count, 1, item.dtype, item.op, prescale);
+        return NULL;
     item.at = staged->bytes;
     staged->bytes += (uint32_t)bytes_of(&item);
     staged->items[staged->n++] = item;
+    return staged->values + item.at;
 }
 
 /* ---- sending ---- */
@@ -90,28 +110,27 @@ static int find_free_box(const pyhvd_ready_table *t) {
 static int add_partial(const pyhvd_ready_table *t, pyhvd_payload *payload, uint32_t set,
                        uint32_t slot) {
     const pyhvd_table_set *s = &t->shared->sets[set];
-    const pyhvd_payload_item *first = NULL;
+    const pyhvd_payload_item *items[PYHVD_MAX_LOCAL];
     int64_t parts[PYHVD_MAX_LOCAL];
+    if (!s->count || payload->n == PYHVD_PAYLOAD_SLOTS) return 0;
     for (uint32_t k = 0; k < s->count; k++) {
         pyhvd_payload *staged = staged_by(t, s->ranks[k]);
-        const pyhvd_payload_item *item = find(staged, set, slot);
-        if (!item || (first && !is_alike(first, item))) return 0;
-        parts[k] = (int64_t)(intptr_t)(staged->values + item->at);
-        first = first ? first : item;
+        items[k] = find(staged, set, slot);
+        if (!items[k] || !is_alike(items[0], items[k])) return 0;
+        parts[k] = (int64_t)(intptr_t)(staged->values + items[k]->at);
     }
-    if (!first || payload->n == PYHVD_PAYLOAD_SLOTS ||
-        bytes_of(first) > PYHVD_PAYLOAD - payload->bytes)
-        return 0;
+    size_t bytes = combined_bytes(items, s->count);
+    if (bytes > PYHVD_PAYLOAD - payload->bytes) return 0;
     pyhvd_payload_item *item = &payload->items[payload->n++];
-    *item = *first;
+    *item = *items[0];
     item->at = payload->bytes;
+    item->count = (uint32_t)(bytes / pyhvd_itemsize(item->dtype));
     item->round = round_of(t, set, slot);
-    payload->bytes += (uint32_t)bytes_of(item);
+    payload->bytes += (uint32_t)bytes;
     if (s->count == 1)
-        memcpy(payload->values + item->at, (const void *)(intptr_t)parts[0], bytes_of(item));
+        memcpy(payload->values + item->at, (const void *)(intptr_t)parts[0], bytes);
     else
-        pyhvd_reduce(payload->values + item->at, parts, s->count, item->count, item->dtype,
-                     item->op, 1.0);
+        combine(payload->values + item->at, items, parts, s->count, 1.0);
     return 1;
 }
 
@@ -179,8 +198,8 @@ void pyhvd_payloads_settle(pyhvd_ready_table *t, const pyhvd_order_entry *entry)
 
 static int is_valid(const pyhvd_ready_table *t, const pyhvd_payload_item *item, size_t bytes) {
     return item->set < PYHVD_MAX_SETS && item->slot < t->slots && item->dtype < PYHVD_DTYPES &&
-           item->op < PYHVD_OPS && item->at <= bytes && item->count <= bytes &&
-           bytes_of(item) <= bytes - item->at;
+           (item->op < PYHVD_OPS || item->op == PYHVD_GATHERS) && item->at <= bytes &&
+           item->count <= bytes && bytes_of(item) <= bytes - item->at;
 }
 
 int pyhvd_payloads_receive(pyhvd_ready_table *t, uint32_t host, const uint8_t *frame,
@@ -220,23 +239,24 @@ static const pyhvd_payload_item *sent_by(const pyhvd_ready_table *t, uint32_t ho
     return NULL;
 }
 
-/* Store the result of a slot at `out`, with `room` bytes; return what it takes, 0 if a host has sent
- * no payload, or -g if host g's differs from host 0's. */
-static int64_t reduce_slot(const pyhvd_ready_table *t, uint32_t set, uint32_t slot, uint8_t *out,
-                           size_t room) {
-    const pyhvd_payload_item *first = NULL;
+/* Store the result of a slot at byte `at` of the results, and step behind it. Return 1; or 0 if a host has
+ * sent no payload, or -g if host g's differs from host 0's. */
+static int reduce_slot(const pyhvd_ready_table *t, uint32_t set, uint32_t slot, uint8_t *results,
+                       size_t *at) {
+    const pyhvd_payload_item *items[PYHVD_PAYLOAD_HOSTS] = {NULL};
     int64_t parts[PYHVD_PAYLOAD_HOSTS];
+    uint32_t hosts = t->agreement->tree.hosts;
     uint64_t round = round_of(t, set, slot) ^ 1; /* the decision has begun the next one */
-    for (uint32_t g = 0; g < t->agreement->tree.hosts; g++) {
-        const pyhvd_payload_item *item = sent_by(t, g, set, slot, round, &parts[g]);
-        if (!item) return 0;
-        first = first ? first : item;
-        if (!is_alike(first, item)) return -(int64_t)g;
+    for (uint32_t g = 0; g < hosts; g++) {
+        items[g] = sent_by(t, g, set, slot, round, &parts[g]);
+        if (!items[g]) return 0;
+        if (!is_alike(items[0], items[g])) return -(int)g;
     }
-    if (!first || pyhvd_payload_room(bytes_of(first)) > room) return 0;
-    pyhvd_reduce(out, parts, t->agreement->tree.hosts, first->count, first->dtype, first->op,
-                 first->postscale);
-    return (int64_t)pyhvd_payload_room(bytes_of(first));
+    size_t bytes = pyhvd_payload_room(combined_bytes(items, hosts));
+    if (bytes > sizeof payloads_of(t)->results->values - *at) return 0;
+    combine(results + *at, items, parts, hosts, items[0]->postscale);
+    *at += bytes;
+    return 1;
 }
 
 int pyhvd_payloads_reduce(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
@@ -247,13 +267,12 @@ int pyhvd_payloads_reduce(pyhvd_ready_table *t, const pyhvd_order_entry *decided
     if (slots > PYHVD_PAYLOAD_SLOTS) return 0;
     uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed);
     uint8_t *results = payloads_of(t)->results[tail % PYHVD_LOG_ENTRIES].values;
-    size_t at = 0, room = sizeof payloads_of(t)->results->values;
+    size_t at = 0;
     for (uint32_t w = decided->first; w < decided->end; w++)
         for (uint64_t left = decided->words[w - decided->first]; left; left &= left - 1) {
             uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(left);
-            int64_t took = reduce_slot(t, decided->set, slot, results + at, room - at);
-            if (took <= 0) return (int)took;
-            at += (size_t)took;
+            int reduced = reduce_slot(t, decided->set, slot, results, &at);
+            if (reduced <= 0) return reduced;
         }
     return 1;
 }

@@ -1,5 +1,9 @@
 /* Payloads: the values of a few small tensors, which travel with the agreement between hosts.
  *
+ * The values of a reduction are a rank's elements; a host sends the partial result of its ranks. The values
+ * of a move (op PYHVD_GATHERS) are the bytes of a rank's lane; a host sends its ranks' lanes, one behind
+ * the other, and the result has the lanes of all hosts.
+ *
  * A rank that marks slots of small tensors *stages* their values: it copies them, scaled, into its
  * rank state. When its host announces slots that all local members have staged, the host sends its
  * partial results in a frame before the announcement. When the order decides a batch whose slots are
@@ -28,6 +32,7 @@
 #define PYHVD_PAYLOAD_HOSTS 8 /* with more hosts, or in a tree, there are no payloads */
 #define PYHVD_BOXES 4
 #define PYHVD_PAYLOAD_ALIGNMENT 16
+#define PYHVD_GATHERS 0xffff /* instead of an op of a reduction */
 
 typedef struct {
     pyhvd_payload boxes[PYHVD_PAYLOAD_HOSTS][PYHVD_BOXES]; /* by host */
@@ -47,10 +52,9 @@ typedef struct {
 /* Drop what this rank has staged and no longer marks; before it marks slots. */
 void pyhvd_payloads_tidy(pyhvd_ready_table *t);
 
-/* Stage a tensor of a slot that this rank marks, if there is room. `item` has all but `at` and
- * `round`; `src` is the address of its elements, 0 for the neutral element. */
-void pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item, int64_t src,
-                          double prescale);
+/* Stage a tensor of a slot that this rank marks: return where its values go, or NULL if there is no room.
+ * `item` has all but `at` and `round`. */
+uint8_t *pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item);
 
 /* Collect the values of the slots in words [first, end) that this host is about to announce, and
  * write the frame to `out`, with room for a head, all items and all values. Return its bytes, or 0 if the

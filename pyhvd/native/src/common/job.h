@@ -14,6 +14,16 @@
 
 enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3, PYHVD_LOST = -4 };
 
+/* Which part of a tensor each rank of the set gets. */
+typedef struct {
+    const int64_t *starts; /* by set rank, where its portion begins, and the end (elements) */
+    int64_t own;           /* this set rank */
+    int64_t longest;       /* elements of the longest portion */
+    /* Over several hosts, by host and slice: the set rank whose portion goes to the host with the slice;
+     * -1: none. A rank's portion goes with the first slice that it owns. NULL on one host. */
+    const int64_t *by_slice;
+} pyhvd_portions;
+
 /* One rank's part of a reduction: n tensors, treated as one sequence of elements. */
 typedef struct {
     /* addresses; 0: this rank has joined, and contributes the neutral element */
@@ -25,9 +35,8 @@ typedef struct {
     double prescale, postscale;
     /* whether every rank reduces in place, in its arena, without prescale; the same on all ranks */
     int direct;
-    /* Where each rank's portion of one tensor begins, and the end (elements): a rank gets its portion
-     * alone, at dsts[0]. NULL: every rank gets the whole result. On one host only. */
-    const int64_t *portions;
+    /* Of one tensor: a rank gets its portion alone, at dsts[0]. NULL: every rank gets the whole result. */
+    const pyhvd_portions *portions;
 } pyhvd_job;
 
 /* Bytes of this rank's memory that go into a lane of a move, or come out of it. */
@@ -35,14 +44,35 @@ typedef struct {
     int64_t lane, offset, bytes, address;
 } pyhvd_part;
 
-/* One rank's part of a move among the ranks of one host. Each rank has a lane: it copies its sources
- * into its own lane, and its targets out of the other ranks' lanes. The parts are sorted by lane and
- * offset, and none is empty. Their addresses count from the beginning of the source, or of the target. */
+/* One rank's part of a move in which each rank has a lane: it copies its sources into its own lane, and
+ * its targets out of the other ranks' lanes. The parts are sorted by lane and offset, and none is empty.
+ * Their addresses count from the beginning of the source, or of the target. The ranks of one host move
+ * so through their window, and those of several hosts if a payload has room for all lanes. */
 typedef struct {
     const pyhvd_part *sources, *targets;
     size_t source_count, target_count;
     int64_t own_from, own_to, own_bytes; /* what the rank copies from its source to its target */
     int64_t longest; /* bytes of the longest lane; the same on all ranks, and 0 if nothing moves */
+    /* Over several hosts: where each lane begins if the lanes lie in the order of the hosts that agree,
+     * and the bytes of all lanes; NULL on one host. */
+    const int64_t *starts;
+    int64_t total;
 } pyhvd_local_move;
+
+/* One rank's part of a move over several hosts; move_across.c explains it. */
+typedef struct {
+    /* Sorted by lane and offset; none is empty, and the sources of all local ranks do not overlap. */
+    const pyhvd_part *sources, *targets;
+    size_t source_count, target_count;
+    const int64_t *lane_bytes; /* of each lane */
+    int lanes;
+    /* By host: the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
+     * For the own host, `out` is the lane from which local ranks copy each other's bytes. */
+    const int64_t *out, *in;
+    int single; /* whether each byte that comes has one target among the local ranks */
+    int owned;  /* slices of one rank, at most, on any host */
+    /* bytes of the longest lane; `lanes`, `owned`, `longest` are equal on all hosts' ranks */
+    int64_t longest;
+} pyhvd_move;
 
 #endif

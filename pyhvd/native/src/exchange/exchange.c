@@ -70,7 +70,7 @@ static pyhvd_slice *slice_of(const pyhvd_exchange *e, uint64_t chunk, int own) {
     return &e->under_way[(chunk % PYHVD_DEPTH) * (uint64_t)e->owned + (uint64_t)own];
 }
 
-static uint8_t *box_of(const pyhvd_exchange *e, uint64_t chunk, int own, int host) {
+uint8_t *pyhvd_exchange_box(const pyhvd_exchange *e, uint64_t chunk, int own, int host) {
     size_t k = (chunk % PYHVD_DEPTH) * (size_t)e->owned + (size_t)own;
     return e->boxes + (k * (size_t)e->hosts + (size_t)host) * e->box;
 }
@@ -169,7 +169,8 @@ void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes)
 
 void pyhvd_exchange_flat_parts(const pyhvd_exchange *e, int64_t *parts) {
     for (int g = 0; g < e->hosts; g++)
-        parts[g] = (int64_t)(intptr_t)(g == e->host ? e->flat_partial : box_of(e, 0, 0, g));
+        parts[g] = (int64_t)(intptr_t)(g == e->host ? e->flat_partial
+                                                    : pyhvd_exchange_box(e, 0, 0, g));
 }
 
 static int has_ended(const pyhvd_slice *s) { return s->reduced && !s->results && !s->unsent; }
@@ -194,7 +195,7 @@ static int reduce_part(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t c
     int64_t to = s->whole ? s->count : part_of(e, s, e->host + 1), parts[PYHVD_MAX_HOSTS];
     for (int g = 0; g < e->hosts; g++)
         parts[g] = (int64_t)(intptr_t)(g == e->host ? s->in + (size_t)from * item
-                                                    : box_of(e, chunk, own, g));
+                                                    : pyhvd_exchange_box(e, chunk, own, g));
     uint8_t *out = s->out + (size_t)from * item;
     // cppcheck-suppress uninitvar - the first `hosts` elements are set
     pyhvd_reduce(out, parts, (size_t)e->hosts, (size_t)(to - from), job->dtype, job->op,
@@ -240,8 +241,8 @@ static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own
         link->error = EPROTO;
         return NULL;
     }
-    if (kind == FLAT) return box_of(e, 0, own, from);
-    if (kind == CONTRIBUTION) return box_of(e, chunk, own, from);
+    if (kind == FLAT) return pyhvd_exchange_box(e, 0, own, from);
+    if (kind == CONTRIBUTION) return pyhvd_exchange_box(e, chunk, own, from);
     if (pyhvd_link_holds(link, s->tag)) return NULL;
     return s->out + (size_t)part_of(e, s, from) * pyhvd_itemsize(job->dtype);
 }

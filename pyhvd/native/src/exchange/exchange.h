@@ -128,6 +128,9 @@ void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_
 void pyhvd_exchange_begin_move(const pyhvd_exchange *e, uint64_t chunk, int own,
                                const pyhvd_place *out, const pyhvd_place *in);
 
+/* Where host g's contribution to an owned slice of a chunk that is under way may lie: a box. */
+uint8_t *pyhvd_exchange_box(const pyhvd_exchange *e, uint64_t chunk, int own, int host);
+
 /* Begin a flat operation: `flat_partial` has `bytes` bytes of this host. */
 void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes);
 

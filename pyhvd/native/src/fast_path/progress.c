@@ -8,6 +8,7 @@
 #include "agreement/agreement.h"
 #include "kernels/kernels.h"
 #include "results/pool.h"
+#include "window/parts.h"
 
 #define GATHER_NS 50000 /* between two checks whether calls still arrive */
 /* Longest wait for the table's lock. Its holders need microseconds, unless one was stopped. */
@@ -156,21 +157,35 @@ static int is_closed(const pyhvd_fast_path *path) {
 
 /* ---- flushing ---- */
 
+/* The bytes of this rank's own lane, whose parts lie one behind the other. */
+static int64_t lane_bytes(const pyhvd_local_move *move) {
+    const pyhvd_part *last = move->sources + move->source_count - 1;
+    return move->source_count ? last->offset + last->bytes : 0;
+}
+
 /* Stage the tensors of a call that this rank has marked. */
 static void stage(pyhvd_fast_path *path, const pyhvd_call *call) {
     const pyhvd_cached_tensor *tensors = path->setup.sets[call->set].tensors;
     for (uint32_t k = 0; k < call->slots.n; k++) {
         const pyhvd_cached_tensor *tensor = &tensors[call->slots.ids[k]];
-        if (tensor->count > PYHVD_PAYLOAD) continue;
+        const pyhvd_local_move *move = tensor->move;
+        if ((move ? move->total : tensor->count) > PYHVD_PAYLOAD) continue;
+        int64_t count = move ? lane_bytes(move) : tensor->count;
         pyhvd_payload_item item = {
             .set = (uint16_t)call->set,
             .slot = (uint16_t)call->slots.ids[k],
-            .count = (uint32_t)tensor->count,
-            .dtype = (uint16_t)tensor->dtype,
-            .op = (uint16_t)tensor->op,
+            .count = (uint32_t)count,
+            .dtype = (uint16_t)(move ? PYHVD_UINT8 : tensor->dtype),
+            .op = (uint16_t)(move ? PYHVD_GATHERS : tensor->op),
             .postscale = tensor->postscale,
         };
-        pyhvd_payloads_stage(&path->setup.table, item, call->srcs[k], tensor->prescale);
+        uint8_t *values = pyhvd_payloads_stage(&path->setup.table, item);
+        if (values && !move)
+            pyhvd_pack(values, &call->srcs[k], &count, 1, tensor->dtype, tensor->op,
+                       tensor->prescale);
+        else if (values && count)
+            copy_parts(move->sources, move->source_count, (int)move->sources->lane, 0, count,
+                       values, call->srcs[k], 1);
     }
 }
 
@@ -240,15 +255,38 @@ static int fits_with(const pyhvd_fast_path *path, const pyhvd_cached_tensor *a,
             !(a->call->grouped || b->call->grouped));
 }
 
+/* Copy what a rank gets of a tensor out of a result that has all of it; return the result's bytes. */
+static size_t copy_result(const pyhvd_cached_tensor *tensor, int64_t source, int64_t target,
+                          const uint8_t *from) {
+    const pyhvd_local_move *m = tensor->move;
+    const pyhvd_portions *p = tensor->portions;
+    size_t item = pyhvd_itemsize(tensor->dtype);
+    int64_t first = p ? p->starts[p->own] : 0, end = p ? p->starts[p->own + 1] : tensor->count;
+    if (!m) {
+        if (target)
+            memcpy((void *)(intptr_t)target, from + (size_t)first * item,
+                   (size_t)(end - first) * item);
+        return (size_t)tensor->count * item;
+    }
+    pyhvd_job_cursor own = {.local = m, .source = source, .target = target};
+    copy_own(&own, m->own_bytes);
+    for (size_t k = 0; k < m->target_count; k++) {
+        const pyhvd_part *part = &m->targets[k];
+        memcpy((void *)(intptr_t)(target + part->address),
+               from + m->starts[part->lane] + part->offset, (size_t)part->bytes);
+    }
+    return (size_t)m->total;
+}
+
 /* Copy the results that lie beside the log entry, before its place is used again. */
 static void copy_results(pyhvd_fast_path *path) {
     const pyhvd_progress *p = &path->progress;
     const uint8_t *from = pyhvd_payloads_results(&path->setup.table, p->log_position);
     for (uint32_t k = 0; k < p->pending_count; k++) {
         const pyhvd_cached_tensor *tensor = &path->setup.sets[p->set].tensors[p->pending[k]];
-        size_t bytes = (size_t)tensor->count * pyhvd_itemsize(tensor->dtype);
-        int64_t to = tensor->call->dsts[tensor->index];
-        if (to) memcpy((void *)(intptr_t)to, from, bytes);
+        const pyhvd_call *call = tensor->call;
+        size_t bytes = copy_result(tensor, call->srcs[tensor->index], call->dsts[tensor->index],
+                                   from);
         from += pyhvd_payload_room(bytes);
     }
 }
@@ -342,7 +380,8 @@ static void load_batch(pyhvd_fast_path *path) {
         .portions = first->portions,
     };
     if (first->move)
-        pyhvd_window_begin_local(&p->cursor, first->move, p->job.srcs[0], p->job.dsts[0]);
+        pyhvd_window_begin_move(&p->cursor, first->move, first->moves, first->move_count,
+                                p->job.srcs[0], p->job.dsts[0]);
     else
         pyhvd_window_begin(&p->cursor, &p->job);
     p->ready_ns = pyhvd_is_timed(&path->counters) ? pyhvd_now() : 0;

@@ -103,8 +103,10 @@ typedef struct {
     int direct; /* whether every rank's array lies in its arena */
     int verb;   /* a code of negotiation.messages.RequestType */
     /* Not both; without them it is an allreduce, or a barrier, which has no elements. */
-    const pyhvd_local_move *move; /* for a verb that reduces nothing */
-    const int64_t *portions;      /* of a reducescatter; see pyhvd_job */
+    const pyhvd_local_move *move; /* for a verb that reduces nothing ... */
+    const pyhvd_move *moves;      /* ... and, over several hosts, how its bytes get there */
+    size_t move_count;
+    const pyhvd_portions *portions; /* of a reducescatter */
     /* how often the tensor came in this sample; the progress lock holder's */
     uint32_t sample, times;
 } pyhvd_cached_tensor;

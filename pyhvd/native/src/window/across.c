@@ -205,7 +205,7 @@ static int advance_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     pyhvd_exchange *e = w->exchange;
     const pyhvd_job *job = c->job;
     size_t item = pyhvd_itemsize(job->dtype);
-    int64_t total = job->starts[job->n], from = 0, blocks[MAX(PYHVD_MAX_LOCAL, PYHVD_MAX_HOSTS)];
+    int64_t total = job->starts[job->n], blocks[MAX(PYHVD_MAX_LOCAL, PYHVD_MAX_HOSTS)];
     int64_t parts[PYHVD_MAX_HOSTS];
     piece p;
     if (c->stage == PACK) {
@@ -230,20 +230,26 @@ static int advance_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     if (moved < 0 || !pyhvd_exchange_flat_ended(e)) return moved;
     end_stretch(w);
     pyhvd_exchange_flat_parts(e, parts);
-    for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
+    int64_t first = job->portions ? job->portions->starts[job->portions->own] : 0;
+    int64_t end = job->portions ? job->portions->starts[job->portions->own + 1] : total;
+    for (int64_t from = first, at = first; next_piece(job, &c->reducing, &from, end, &p);
+         at = from) {
         for (int g = 0; g < e->hosts; g++) blocks[g] = parts[g] + at * (int64_t)item;
         if (job->dsts[p.tensor])
-            pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset, item), blocks, (size_t)e->hosts,
-                         (size_t)p.count, job->dtype, job->op, job->postscale);
+            pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset - first, item), blocks,
+                         (size_t)e->hosts, (size_t)p.count, job->dtype, job->op, job->postscale);
     }
     w->flats++;
     return ENDED;
 }
 
+static int is_move(const pyhvd_job_cursor *c) { return c->local || c->moves; }
+
 static int advance(pyhvd_window *w, pyhvd_job_cursor *c) {
-    if (c->move) return pyhvd_move_advance(w, c);
+    if (is_move(c)) return pyhvd_move_advance(w, c);
     size_t bytes = (size_t)c->job->starts[c->job->n] * pyhvd_itemsize(c->job->dtype);
-    return bytes <= PYHVD_FLAT ? advance_flat(w, c) : advance_chunks(w, c);
+    if (bytes <= PYHVD_FLAT) return advance_flat(w, c);
+    return c->job->portions ? pyhvd_scatter_advance(w, c) : advance_chunks(w, c);
 }
 
 /* List what can end a sleep; return the number of descriptors. A link that stands still is left
@@ -316,7 +322,7 @@ int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
         }
         if (pyhvd_exchange_waits(e))
             note_wait(e, most - yields, yields);
-        else if (!c->move) /* a move records its exchange alone */
+        else if (!is_move(c) && !c->job->portions) /* these record their exchange alone */
             pyhvd_begin_stretch(w, PYHVD_AWAITING);
         if (yields-- > 0) {
             sched_yield();

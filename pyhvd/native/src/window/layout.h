@@ -1,5 +1,5 @@
 /* What lies in a window, and how its ranks wait for each other; for window.c and scatter.c (reductions),
- * move.c (the rest), and across.c and move_across.c (the same over several hosts). */
+ * move.c (the rest), and across.c, scatter_across.c and move_across.c (the same over several hosts). */
 #ifndef PYHVD_LAYOUT_H
 #define PYHVD_LAYOUT_H
 
@@ -93,8 +93,9 @@ int pyhvd_across_exchange(pyhvd_window *w, pyhvd_job_cursor *c);
  * begun. */
 void pyhvd_begin_stretch(const pyhvd_window *w, uint32_t kind);
 
-/* Advance a move over several hosts. */
+/* Advance a move over several hosts, or a reduction of which each rank gets a portion. */
 int pyhvd_move_advance(pyhvd_window *w, pyhvd_job_cursor *c);
+int pyhvd_scatter_advance(pyhvd_window *w, pyhvd_job_cursor *c);
 
 /* Proceed with a move among the ranks of one host, or with a reduction of which each rank gets a
  * portion, as pyhvd_window_proceed does. */

@@ -11,13 +11,6 @@ static void find_starts(const int64_t *counts, int n, int64_t *starts) {
 
 /* ---- moves: each rank has a lane, in its flat buffer or its slots ---- */
 
-static void copy_own(const pyhvd_job_cursor *c) {
-    const pyhvd_local_move *m = c->local;
-    const void *from = (const void *)(intptr_t)(c->source + m->own_from);
-    void *to = (void *)(intptr_t)(c->target + m->own_to);
-    if (m->own_bytes && from != to) memmove(to, from, (size_t)m->own_bytes);
-}
-
 /* Copy the bytes [from, to) of this rank's lane to `at`. */
 static void pack_lane(pyhvd_window *w, const pyhvd_job_cursor *c, int64_t from, int64_t to,
                       uint8_t *at, uint64_t number) {
@@ -50,7 +43,7 @@ static int move_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
         if ((status = pyhvd_await_free_flat(w))) return status;
         pack_lane(w, c, 0, all, flat_of(w, w->rank), w->flats);
         pyhvd_announce(w, FLATS, w->flats + 1);
-        copy_own(c);
+        copy_own(c, c->local->own_bytes);
         c->stage = 1;
     }
     for (; c->stage < w->size; c->stage++) { /* each rank begins with a different peer */
@@ -80,7 +73,7 @@ static int move_chunks(pyhvd_window *w, pyhvd_job_cursor *c) {
             pack_lane(w, c, from, to, slot_of(w, w->rank, chunk), chunk);
             pyhvd_announce(w, PACKED, chunk + 1);
         }
-        if (!c->stage && !c->step) copy_own(c);
+        if (!c->stage && !c->step) copy_own(c, m->own_bytes);
         for (c->stage = MAX(c->stage, 1); c->stage < w->size; c->stage++) {
             int q = (w->rank + c->stage) % w->size;
             status = unpack_lane(w, c, from, to, q, slot_of(w, q, chunk), PACKED, chunk);
@@ -94,18 +87,22 @@ static int move_chunks(pyhvd_window *w, pyhvd_job_cursor *c) {
 
 int pyhvd_move_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     if (!c->local->longest) {
-        copy_own(c);
+        copy_own(c, c->local->own_bytes);
         return PYHVD_OK;
     }
     return c->local->longest <= PYHVD_FLAT ? move_flat(w, c) : move_chunks(w, c);
 }
 
-void pyhvd_window_begin_local(pyhvd_job_cursor *cursor, const pyhvd_local_move *move,
-                              int64_t source, int64_t target) {
-    memset(cursor, 0, sizeof *cursor);
-    cursor->local = move;
-    cursor->source = source;
-    cursor->target = target;
+void pyhvd_window_begin_move(pyhvd_job_cursor *cursor, const pyhvd_local_move *local,
+                             const pyhvd_move *moves, size_t move_count, int64_t source,
+                             int64_t target) {
+    static const pyhvd_job bytes = {.dtype = PYHVD_UINT8};
+    *cursor = (pyhvd_job_cursor){.job = &bytes,
+                                 .local = local,
+                                 .moves = moves,
+                                 .move_count = move_count,
+                                 .source = source,
+                                 .target = target};
 }
 
 /* ---- other collectives, for calls that go by message ---- */
@@ -130,7 +127,8 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv,
             targets[move.target_count++] = (pyhvd_part){q, 0, counts[q], starts[q]};
     }
     w->interruptible = 0;
-    pyhvd_window_begin_local(&cursor, &move, (int64_t)(intptr_t)send, (int64_t)(intptr_t)recv);
+    pyhvd_window_begin_move(&cursor, &move, NULL, 0, (int64_t)(intptr_t)send,
+                            (int64_t)(intptr_t)recv);
     return pyhvd_window_proceed(w, &cursor);
 }
 

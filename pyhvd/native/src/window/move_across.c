@@ -1,4 +1,5 @@
-/* Moves over several hosts: bytes that are copied, not reduced, from ranks to ranks.
+/* Moves over several hosts: bytes that are copied, not reduced, from ranks to ranks. A cursor may have
+ * several, which are carried out one after the other.
  * exchange/exchange.h states the invariants of the frames, window.h those of the counters.
  *
  * The bytes of a move lie in *lanes*. A lane is a sequence of bytes from the ranks of one host, which
@@ -43,50 +44,69 @@ static int64_t slice_start(int64_t bytes, int64_t k, int64_t slices) {
     return k == slices ? bytes : bytes * k / slices & ~(int64_t)(ALIGNED - 1);
 }
 
-static cell cell_of(const pyhvd_window *w, const pyhvd_move *m, int64_t index, int lane, int k) {
+static const pyhvd_move *move_of(const pyhvd_job_cursor *c) { return &c->moves[c->moved]; }
+
+/* Choose the bytes of a lane in a slice of a chunk, and the number of chunks: enough for each lane. */
+static void cut_into_chunks(const pyhvd_window *w, pyhvd_job_cursor *c) {
+    const pyhvd_move *m = move_of(c);
+    int64_t room = (int64_t)w->chunk / ((int64_t)m->lanes * m->owned) & ~(int64_t)(ALIGNED - 1);
+    /* A slice may be longer than others, by less than ALIGNED. */
+    int64_t slice = m->longest / w->exchange->slices + ALIGNED;
+    c->room = room;
+    c->chunks = m->longest ? (slice + room - 1) / room : 0;
+}
+
+static cell cell_of(const pyhvd_window *w, const pyhvd_job_cursor *c, int64_t index, int lane,
+                    int k) {
     const pyhvd_exchange *e = w->exchange;
+    const pyhvd_move *m = move_of(c);
+    int64_t room = c->room;
     int owner = (int)((int64_t)k * w->size / e->slices);
     int own = k - pyhvd_first_slice(e, owner, w->size);
     int64_t start = slice_start(m->lane_bytes[lane], k, e->slices);
     int64_t end = slice_start(m->lane_bytes[lane], k + 1, e->slices);
     uint8_t *slot = slot_of(w, owner, w->chunks + (uint64_t)index);
-    return (cell){MIN(end, start + index * m->room), MIN(end, start + (index + 1) * m->room),
-                  slot + ((int64_t)own * m->lanes + lane) * m->room, owner};
+    return (cell){MIN(end, start + index * room), MIN(end, start + (index + 1) * room),
+                  slot + ((int64_t)own * m->lanes + lane) * room, owner};
 }
 
 /* Return where a cell's bytes lie if one part has all of them, else NULL. */
-static uint8_t *within_one_part(const pyhvd_part *parts, size_t n, int lane, cell c) {
-    size_t k = first_part(parts, n, lane, c.from);
+static uint8_t *within_one_part(const pyhvd_part *parts, size_t n, int lane, cell each,
+                                int64_t base) {
+    size_t k = first_part(parts, n, lane, each.from);
     if (k == n || parts[k].lane != lane) return NULL;
-    if (parts[k].offset > c.from || parts[k].offset + parts[k].bytes < c.to) return NULL;
-    return (uint8_t *)(intptr_t)(parts[k].address + c.from - parts[k].offset);
+    if (parts[k].offset > each.from || parts[k].offset + parts[k].bytes < each.to) return NULL;
+    return (uint8_t *)(intptr_t)(base + parts[k].address + each.from - parts[k].offset);
 }
 
 /* Return the address from which this rank sends a cell, without packing it; or NULL. */
-static uint8_t *sent_from(const pyhvd_window *w, const pyhvd_move *m, int lane, cell c) {
-    if (c.owner != w->rank || (w->size > 1 && lane == m->out[w->exchange->host])) return NULL;
-    return within_one_part(m->sources, m->source_count, lane, c);
+static uint8_t *sent_from(const pyhvd_window *w, const pyhvd_job_cursor *c, int lane, cell each) {
+    const pyhvd_move *m = move_of(c);
+    if (each.owner != w->rank || (w->size > 1 && lane == m->out[w->exchange->host])) return NULL;
+    return within_one_part(m->sources, m->source_count, lane, each, c->source);
 }
 
 /* Return the address where this rank receives a cell, without copying it out; or NULL. */
-static uint8_t *received_at(const pyhvd_window *w, const pyhvd_move *m, int lane, cell c) {
+static uint8_t *received_at(const pyhvd_window *w, const pyhvd_job_cursor *c, int lane, cell each) {
+    const pyhvd_move *m = move_of(c);
     int shared = !m->single || lane == m->out[w->exchange->host];
-    if (c.owner != w->rank || (w->size > 1 && shared)) return NULL;
-    return within_one_part(m->targets, m->target_count, lane, c);
+    if (each.owner != w->rank || (w->size > 1 && shared)) return NULL;
+    return within_one_part(m->targets, m->target_count, lane, each, c->target);
 }
 
 static int pack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
-    const pyhvd_move *m = c->move;
+    const pyhvd_move *m = move_of(c);
     int64_t index = c->next[PACK];
     uint64_t chunk = w->chunks + (uint64_t)index, slots = (uint64_t)w->slots;
-    if (index == m->chunks || index - c->next[UNPACK] >= PYHVD_DEPTH ||
+    if (index == c->chunks || index - c->next[UNPACK] >= PYHVD_DEPTH ||
         (chunk >= slots && !all_reached(w, TAKEN, chunk - slots + 1)))
         return NOTHING;
     for (int lane = 0; lane < m->lanes; lane++)
         for (int k = 0; k < w->exchange->slices; k++) {
-            cell each = cell_of(w, m, index, lane, k);
-            if (each.from < each.to && !sent_from(w, m, lane, each))
-                copy_parts(m->sources, m->source_count, lane, each.from, each.to, each.slot, 0, 1);
+            cell each = cell_of(w, c, index, lane, k);
+            if (each.from < each.to && !sent_from(w, c, lane, each))
+                copy_parts(m->sources, m->source_count, lane, each.from, each.to, each.slot,
+                           c->source, 1);
         }
     if (w->size > 1) pyhvd_announce(w, PACKED, chunk + 1);
     c->next[PACK]++;
@@ -98,36 +118,37 @@ static pyhvd_place place_of(cell c, uint8_t *direct) {
 }
 
 /* Whether an own slice of a chunk has bytes for other hosts that local ranks pack. */
-static int sends_from_slot(const pyhvd_window *w, const pyhvd_move *m, int64_t index) {
+static int sends_from_slot(const pyhvd_window *w, const pyhvd_job_cursor *c, int64_t index) {
     const pyhvd_exchange *e = w->exchange;
+    const int64_t *out = move_of(c)->out;
     for (int own = 0; own < e->owned; own++)
         for (int g = 0; g < e->hosts; g++) {
-            if (g == e->host || m->out[g] < 0) continue;
-            cell each = cell_of(w, m, index, (int)m->out[g], e->first + own);
-            if (each.from < each.to && !sent_from(w, m, (int)m->out[g], each)) return 1;
+            if (g == e->host || out[g] < 0) continue;
+            cell each = cell_of(w, c, index, (int)out[g], e->first + own);
+            if (each.from < each.to && !sent_from(w, c, (int)out[g], each)) return 1;
         }
     return 0;
 }
 
 static int begin_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_exchange *e = w->exchange;
-    const pyhvd_move *m = c->move;
+    const pyhvd_move *m = move_of(c);
     int64_t index = c->next[REDUCE];
     uint64_t chunk = w->chunks + (uint64_t)index;
     if (index == c->next[PACK]) return NOTHING;
-    if (!all_reached(w, PACKED, chunk + 1) && sends_from_slot(w, m, index)) return NOTHING;
+    if (!all_reached(w, PACKED, chunk + 1) && sends_from_slot(w, c, index)) return NOTHING;
     for (int own = 0; own < e->owned; own++) {
         pyhvd_place out[PYHVD_MAX_HOSTS] = {0}, in[PYHVD_MAX_HOSTS] = {0};
         for (int g = 0; g < e->hosts; g++) {
             int to = (int)m->out[g], from = (int)m->in[g];
             if (g == e->host) continue;
             if (to >= 0) {
-                cell each = cell_of(w, m, index, to, e->first + own);
-                out[g] = place_of(each, sent_from(w, m, to, each));
+                cell each = cell_of(w, c, index, to, e->first + own);
+                out[g] = place_of(each, sent_from(w, c, to, each));
             }
             if (from >= 0) {
-                cell each = cell_of(w, m, index, from, e->first + own);
-                in[g] = place_of(each, received_at(w, m, from, each));
+                cell each = cell_of(w, c, index, from, e->first + own);
+                in[g] = place_of(each, received_at(w, c, from, each));
             }
         }
         pyhvd_exchange_begin_move(e, chunk, own, out, in);
@@ -138,36 +159,44 @@ static int begin_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
 }
 
 static int unpack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
-    const pyhvd_move *m = c->move;
+    const pyhvd_move *m = move_of(c);
     int64_t index = c->next[UNPACK];
     uint64_t chunk = w->chunks + (uint64_t)index;
     if (index == c->next[EXCHANGE] || !all_reached(w, REDUCED, chunk + 1)) return NOTHING;
     for (int lane = 0; lane < m->lanes; lane++)
         for (int k = 0; k < w->exchange->slices; k++) {
-            cell each = cell_of(w, m, index, lane, k);
-            if (each.from < each.to && !received_at(w, m, lane, each))
-                copy_parts(m->targets, m->target_count, lane, each.from, each.to, each.slot, 0, 0);
+            cell each = cell_of(w, c, index, lane, k);
+            if (each.from < each.to && !received_at(w, c, lane, each))
+                copy_parts(m->targets, m->target_count, lane, each.from, each.to, each.slot,
+                           c->target, 0);
         }
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;
+    /* In pieces, so that the links do not stand still meanwhile. */
+    if (c->local && !c->moved) copy_own(c, c->local->own_bytes / c->chunks * c->next[UNPACK]);
     return MOVED;
 }
 
 int pyhvd_move_advance(pyhvd_window *w, pyhvd_job_cursor *c) {
-    int moved = pack_next(w, c) | begin_next(w, c);
-    int exchanged = pyhvd_across_exchange(w, c);
-    if (exchanged < 0) return exchanged;
-    moved |= exchanged | unpack_next(w, c);
-    if (c->next[UNPACK] < c->move->chunks) return moved;
-    w->chunks += (uint64_t)c->move->chunks;
+    if (c->moved < c->move_count) {
+        if (!c->room) cut_into_chunks(w, c);
+        int moved = pack_next(w, c) | begin_next(w, c);
+        int exchanged = pyhvd_across_exchange(w, c);
+        if (exchanged < 0) return exchanged;
+        moved |= exchanged | unpack_next(w, c);
+        if (c->next[UNPACK] < c->chunks) return moved;
+        w->chunks += (uint64_t)c->chunks;
+        c->room = 0;
+        memset(c->next, 0, sizeof c->next);
+        if (++c->moved < c->move_count) return MOVED;
+    }
+    if (c->local) copy_own(c, c->local->own_bytes);
     return ENDED;
 }
 
 int pyhvd_window_move(pyhvd_window *w, const pyhvd_move *move) {
-    static const pyhvd_job bytes = {.dtype = PYHVD_UINT8};
     pyhvd_job_cursor cursor;
-    pyhvd_window_begin(&cursor, &bytes);
-    cursor.move = move;
+    pyhvd_window_begin_move(&cursor, NULL, move, 1, 0, 0);
     w->interruptible = 0;
     return pyhvd_across_proceed(w, &cursor);
 }

@@ -3,8 +3,8 @@
 #ifndef PYHVD_PARTS_H
 #define PYHVD_PARTS_H
 
-#include "common/job.h"
 #include "kernels/kernels.h"
+#include "window/window.h"
 
 #include <string.h>
 
@@ -40,6 +40,17 @@ static inline void copy_parts(const pyhvd_part *parts, size_t n, int lane, int64
         uint8_t *slot = at + (start - from);
         memcpy(pack ? slot : mine, pack ? mine : slot, bytes);
     }
+}
+
+/* Copy what a rank has for itself, as far as the first `until` bytes. */
+static inline void copy_own(pyhvd_job_cursor *c, int64_t until) {
+    const pyhvd_local_move *m = c->local;
+    int64_t from = c->copied, source = c->source, target = c->target;
+    if (!m || until <= from) return;
+    c->copied = until;
+    if (source + m->own_from != target + m->own_to)
+        memcpy((void *)(intptr_t)(target + m->own_to + from),
+               (const void *)(intptr_t)(source + m->own_from + from), (size_t)(until - from));
 }
 
 #endif

@@ -84,6 +84,22 @@ typedef struct {
     int64_t from, to, mine_from, mine_to; /* the elements of a chunk; this rank's slice of them */
 } span;
 
+/* Elements [from, to) of a set rank's portion that chunk `index` has, if each chunk has `room`. */
+static inline span block_of(const pyhvd_portions *p, int64_t rank, int64_t room, int64_t index) {
+    int64_t first = p->starts[rank] + index * room, end = p->starts[rank + 1];
+    span s = {MIN(first, end), MIN(first + room, end), 0, 0};
+    return s;
+}
+
+/* Reduce the elements of a block of this rank's portion, of which there are n addends at `blocks`, into
+ * the result. */
+static inline void reduce_block(const pyhvd_job *job, span s, const int64_t *blocks, int n) {
+    const pyhvd_portions *p = job->portions;
+    if (s.from >= s.to || !job->dsts[0]) return;
+    pyhvd_reduce(address_of(job->dsts[0], s.from - p->starts[p->own], pyhvd_itemsize(job->dtype)),
+                 blocks, (size_t)n, (size_t)(s.to - s.from), job->dtype, job->op, job->postscale);
+}
+
 static inline span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int64_t index) {
     span s = {index * per_chunk, MIN(total, (index + 1) * per_chunk), 0, 0};
     int64_t count = s.to - s.from;

@@ -6,32 +6,16 @@
  * order of the sums is that of an allreduce, so the bits are the same. */
 #include "window/ranges.h"
 
-/* Elements [from, to) of a rank's portion that chunk `index` has. */
-static span block_of(const pyhvd_job *job, int rank, int64_t room, int64_t index) {
-    int64_t first = job->portions[rank] + index * room, end = job->portions[rank + 1];
-    span s = {MIN(first, end), MIN(first + room, end), 0, 0};
-    return s;
-}
-
-/* Reduce the elements of a block, which rank q has at blocks[q], into the result. */
-static void reduce_block(const pyhvd_window *w, const pyhvd_job *job, span s,
-                         const int64_t *blocks) {
-    size_t item = pyhvd_itemsize(job->dtype);
-    if (s.from >= s.to || !job->dsts[0]) return;
-    pyhvd_reduce(address_of(job->dsts[0], s.from - job->portions[w->rank], item), blocks,
-                 (size_t)w->size, (size_t)(s.to - s.from), job->dtype, job->op, job->postscale);
-}
-
 /* Through the flat buffers: every rank packs all elements. */
 static int scatter_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_job *job = c->job;
     size_t item = pyhvd_itemsize(job->dtype);
-    int64_t blocks[PYHVD_MAX_LOCAL], first = job->portions[w->rank];
+    int64_t blocks[PYHVD_MAX_LOCAL], first = job->portions->starts[w->rank];
     int status = PYHVD_OK;
     if (!c->stage) {
         if ((status = pyhvd_await_free_flat(w))) return status;
         int64_t begin = pyhvd_trace_now(w->trace);
-        pack_range(job, &c->packing, 0, job->portions[w->size], flat_of(w, w->rank), 0);
+        pack_range(job, &c->packing, 0, job->starts[1], flat_of(w, w->rank), 0);
         pyhvd_add_stage(w, PYHVD_PACKING, begin, w->flats);
         pyhvd_announce(w, FLATS, w->flats + 1);
         c->stage = 1;
@@ -41,7 +25,7 @@ static int scatter_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     for (int q = 0; q < w->size; q++)
         blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)first * item);
     // cppcheck-suppress uninitvar - the first w->size elements are set
-    reduce_block(w, job, block_of(job, w->rank, job->portions[w->size], 0), blocks);
+    reduce_block(job, block_of(job->portions, w->rank, job->starts[1], 0), blocks, w->size);
     pyhvd_add_stage(w, PYHVD_REDUCING, begin, w->flats);
     w->flats++;
     return PYHVD_OK;
@@ -54,7 +38,7 @@ static int pack_blocks(pyhvd_window *w, pyhvd_job_cursor *c, int64_t room, int64
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     for (int q = 0; q < w->size; q++) {
-        span s = block_of(c->job, q, room, index);
+        span s = block_of(c->job->portions, q, room, index);
         pack_range(c->job, &c->packing, s.from, s.to,
                    slot_of(w, w->rank, chunk) + (size_t)q * stride, q == w->rank);
     }
@@ -67,7 +51,7 @@ static int reduce_blocks(pyhvd_window *w, const pyhvd_job_cursor *c, int64_t roo
     const pyhvd_job *job = c->job;
     uint64_t chunk = w->chunks + (uint64_t)index;
     size_t item = pyhvd_itemsize(job->dtype), at = (size_t)w->rank * (size_t)room * item;
-    span s = block_of(job, w->rank, room, index);
+    span s = block_of(job->portions, w->rank, room, index);
     int64_t blocks[PYHVD_MAX_LOCAL];
     int status = pyhvd_await_all(w, PACKED, chunk + 1);
     if (status) return status;
@@ -75,18 +59,16 @@ static int reduce_blocks(pyhvd_window *w, const pyhvd_job_cursor *c, int64_t roo
     for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)(slot_of(w, q, chunk) + at);
     if (job->srcs[0] && job->prescale == 1.0)
         blocks[w->rank] = (int64_t)(intptr_t)address_of(job->srcs[0], s.from, item);
-    reduce_block(w, job, s, blocks);
+    reduce_block(job, s, blocks, w->size);
     pyhvd_add_stage(w, PYHVD_REDUCING, begin, chunk);
     pyhvd_announce(w, REDUCED, chunk + 1);
     return PYHVD_OK;
 }
 
 int pyhvd_scatter_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
-    const int64_t *portions = c->job->portions;
     size_t item = pyhvd_itemsize(c->job->dtype), line = w->chunk / (size_t)w->size / LINE * LINE;
-    int64_t room = (int64_t)(MAX(line, 64) / item), longest = 0;
-    if ((size_t)portions[w->size] * item <= PYHVD_FLAT) return scatter_flat(w, c);
-    for (int q = 0; q < w->size; q++) longest = MAX(longest, portions[q + 1] - portions[q]);
+    int64_t room = (int64_t)(MAX(line, 64) / item), longest = c->job->portions->longest;
+    if ((size_t)c->job->starts[1] * item <= PYHVD_FLAT) return scatter_flat(w, c);
     int64_t count = (longest + room - 1) / room;
     w->shift = 0;
     /* While chunk k is packed, chunk k - 1 is reduced. */

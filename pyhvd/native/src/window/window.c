@@ -349,8 +349,8 @@ static int reduce_here(pyhvd_window *w, pyhvd_job_cursor *c) {
 }
 
 int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
-    if (c->local) return pyhvd_move_proceed(w, c);
-    if (!c->job->starts[c->job->n]) return PYHVD_OK;
+    if (c->local && !w->exchange) return pyhvd_move_proceed(w, c);
+    if (!c->local && !c->job->starts[c->job->n]) return PYHVD_OK;
     if (w->exchange) return pyhvd_across_proceed(w, c);
     return c->job->portions ? pyhvd_scatter_proceed(w, c) : reduce_here(w, c);
 }

@@ -88,29 +88,16 @@ typedef struct {
     uint8_t *arena[PYHVD_MAX_LOCAL]; /* addresses of the ranks' arenas in this process */
 } pyhvd_window;
 
-/* One rank's part of a move over several hosts; move_across.c explains it. */
-typedef struct {
-    /* Sorted by lane and offset; none is empty, and the sources of all local ranks do not overlap. */
-    const pyhvd_part *sources, *targets;
-    size_t source_count, target_count;
-    const int64_t *lane_bytes; /* of each lane */
-    int lanes;
-    /* By host: the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
-     * For the own host, `out` is the lane from which local ranks copy each other's bytes. */
-    const int64_t *out, *in;
-    int single;   /* whether each byte that comes has one target among the local ranks */
-    int64_t room; /* bytes of a lane in a slice of a chunk */
-    int64_t
-        chunks; /* enough for each lane; `lanes`, `room`, `chunks` are equal on all hosts' ranks */
-} pyhvd_move;
-
 /* How far a reduction or a move has come: the chunk step, the stage, and the tensor at which each
  * stage is. */
 typedef struct {
     const pyhvd_job *job;
-    const pyhvd_move *move;        /* NULL: a reduction, or a move among local ranks: */
-    const pyhvd_local_move *local; /* NULL: a reduction, or a move over several hosts */
-    int64_t source, target;        /* addresses, from which the parts of `local` count */
+    const pyhvd_local_move *local; /* what this rank copies to itself, on one host all it copies */
+    const pyhvd_move *moves;       /* over several hosts: moves, one after the other ... */
+    size_t move_count, moved;      /* ... and how many have ended */
+    int64_t source, target;        /* addresses, from which the parts count */
+    int64_t copied;                /* bytes that this rank has copied to itself */
+    int64_t room, chunks;          /* of the present move: bytes of a lane in a slice of a chunk */
     int64_t step;
     int stage;
     int64_t next[4]; /* over several hosts: the next chunk of each stage; see across.c */
@@ -131,9 +118,10 @@ int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job);
 void pyhvd_window_begin(pyhvd_job_cursor *cursor, const pyhvd_job *job);
 int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *cursor);
 
-/* Begin a move among the ranks of one host. */
-void pyhvd_window_begin_local(pyhvd_job_cursor *cursor, const pyhvd_local_move *move,
-                              int64_t source, int64_t target);
+/* Begin a move from this rank's source to its target; `moves` carry it out over several hosts. */
+void pyhvd_window_begin_move(pyhvd_job_cursor *cursor, const pyhvd_local_move *local,
+                             const pyhvd_move *moves, size_t move_count, int64_t source,
+                             int64_t target);
 
 /* Gather blocks, one behind the other: every rank gets rank q's counts[q] bytes. */
 int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts);
@@ -146,7 +134,7 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
 int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count,
                           uint8_t *recv, int64_t recv_count);
 
-/* Move bytes between the ranks of several hosts. */
+/* Move bytes between the ranks of several hosts; the parts have addresses. */
 int pyhvd_window_move(pyhvd_window *w, const pyhvd_move *move);
 
 /* Return when every rank has called it. */
