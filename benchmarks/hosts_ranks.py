@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 import pyhvd as hvd
-from benchmarks import peers, waiting
+from benchmarks import hosts_verbs, peers, waiting
 from benchmarks.harness import OURS, Case, Contender, Outcome, Plan, World, interleave
 from benchmarks.machine import CorePair, describe_machine, mpi_short
 from benchmarks.mpi import MPI
@@ -38,11 +38,12 @@ _FLOATS = 256
 
 @dataclass(frozen=True)
 class Bench:
-    """What the cases of a job need; ``tiny`` reduces their sizes."""
+    """What the cases of a job need; ``tiny`` reduces their sizes, ``slow`` says that the links are slow."""
 
     world: World
     rails: Rails
     tiny: bool
+    slow: bool
 
     def tensors(self, counts: list[int], loops: int = 1) -> Tensors:
         """Return arrays with these numbers of float32."""
@@ -210,6 +211,11 @@ def first_step(bench: Bench) -> Iterator[Case]:
     )
 
 
+def every_verb(bench: Bench) -> Iterator[Case]:
+    """Each verb at several sizes."""
+    return hosts_verbs.cases(bench.world, bench.rails, tiny=bench.tiny, slow=bench.slow)
+
+
 CASES: dict[str, Callable[[Bench], Iterator[Case]]] = {
     # First: its repetitions need an empty response cache, or they would also measure evictions.
     "first": first_step,
@@ -218,6 +224,7 @@ CASES: dict[str, Callable[[Bench], Iterator[Case]]] = {
     "large": large,
     "resnet": resnet,
     "busy": computing,
+    "verbs": every_verb,
 }
 
 
@@ -239,7 +246,7 @@ def main(arguments: list[str]) -> None:
     machine = describe_machine()
     comm = MPI.COMM_WORLD.Dup()
     world = World(comm, CorePair(comm))
-    bench = Bench(world, Rails(world), tiny == "tiny")
+    bench = Bench(world, Rails(world), tiny == "tiny", "Gbit" in label)
     outcomes, others = [], Others(world)
     for name, cases in CASES.items():
         for case in cases(bench) if name in questions else ():

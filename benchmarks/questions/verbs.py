@@ -124,16 +124,22 @@ def _nothing() -> None:
     pass
 
 
-def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
-    """Yield a case per verb and size, then those without arrays."""
+def array_cases(world: World, sizes: Sequence[int], chosen: Sequence[str] = VERBS) -> Iterator[Case]:
+    """Yield a case per verb and size."""
     peers.start_pyhvd()
     ways = {MPI_CALL: world.comm, **_xhc(world)}
     for nbytes in sizes:
-        for verb in VERBS:
+        for verb in chosen:
             work = Work.of(world, verb, nbytes)
             contenders = [work.contender(SYNCHRONOUS, work.by_pyhvd(f"verbs.{verb}.{nbytes}"), OURS)]
             contenders += [work.contender(name, work.by_mpi(comm), "peer") for name, comm in ways.items()]
             yield Case(label(verb, nbytes), work.nbytes, contenders)
+
+
+def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
+    """Yield a case per verb and size, then those without arrays."""
+    yield from array_cases(world, sizes)
+    ways = {MPI_CALL: world.comm, **_xhc(world)}
     yield Case(
         "barrier",
         0,

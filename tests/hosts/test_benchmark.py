@@ -33,6 +33,19 @@ def test_every_question_at_tiny_sizes(tmp_path: Path) -> None:
         assert names >= {peers.SINGLY, peers.FLAT, CHUNKS, PIPELINED, LINK}
 
 
+@pytest.mark.any_mpi
+def test_every_verb_at_tiny_sizes(tmp_path: Path) -> None:
+    if reason := "no mpiexec" if mpiexec_path() is None else why_not("1gbit"):
+        pytest.skip(reason)
+    run("-m", "benchmarks", "hosts", "verbs", "--tiny", "--shapes", "2x2", "--results", tmp_path)
+    (path,) = tmp_path.glob("hosts-verbs-*.json")
+    report = json.loads(path.read_text())
+    found = [outcome for run in report["runs"] for outcome in run["outcomes"]]
+    assert len(found) == 16
+    assert sum(LINK in {each["name"] for each in outcome["figures"]} for outcome in found) == 8
+    assert len(report["verdicts"]) == 4
+
+
 def test_simulated_steps_beside_measured_ones(tmp_path: Path) -> None:
     if reason := "no mpiexec" if mpiexec_path() is None else why_not("1gbit"):
         pytest.skip(reason)

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from pyhvd.backends.host import rows_of
 from pyhvd.dtypes import Code
-from pyhvd.engine.plans import LocalMove, Plan, HostPlaces, make_plan
+from pyhvd.engine.plans import HostPlaces, LocalMove, Plan, make_plan
 from pyhvd.negotiation.messages import Request, RequestType
 from pyhvd.transport.moves import MoveLayout
 
