@@ -299,17 +299,24 @@ class _SimulatedLinks(_Work):
         return _Chunks(count, cpu, sent * self.local, steps)
 
     def reducescatter(self) -> Iterable[_Stretch]:
-        """Yield the pieces: packed, reduced among the local ranks, then among hosts, and unpacked."""
-        for piece in self.pieces(self.staging):
-            block = piece / self.hosts
-            moved = 2 * piece * (self.local - 1) / self.local
-            several = self.local > 1
-            traded = 2 * piece / self.local if several else 0.0
-            yield self.enters(1 + several)
-            yield [_Chunks(1, self.copies(piece + moved) + several * self.sums(piece))]
-            if self.others:
-                yield [self._moved(block, 2 * self.others, block * self.others, traded)]
-            yield [_Chunks(1, self.sums(piece / self.local) + self.copies(piece / self.p))]
+        """Yield the chunks: packed, reduced among the local ranks, then among hosts."""
+        yield [_Chunks(1, self.machine.call + self.tensors * self.machine.tensor)]
+        if self._rides():
+            return
+        if self.n <= FLAT:
+            yield [self._flat(self.n)]
+            return
+        full, rest = divmod(self.n, self.chunk)
+        yield [self._scattered(full, self.chunk), self._scattered(int(rest > 0), rest)]
+
+    def _scattered(self, count: int, chunk: int) -> _Chunks:
+        """Return chunks of which each rank gets a portion."""
+        part = chunk / self.local
+        local = self.copies(chunk - part) + self.sums(chunk) if self.local > 1 else 0.0
+        sent = part * self.others / self.hosts
+        across = self.frames(2 * self.others, 2 * sent) + self.sums(part) if self.others else 0.0
+        cpu = self.machine.chunk + local + across
+        return _Chunks(count, cpu, sent * self.local, int(self.others > 0))
 
     def adasum(self) -> Iterable[_Stretch]:
         """Yield the levels: partners exchange halves of their vectors, and later bring the results back."""
