@@ -141,7 +141,7 @@ def make_plan(
         if by_slice is not None and len(by_slice) > MOST_BLOCKS:
             return None
         return Plan(own, rows[rank], portions=Portions.of([n * row for n in rows], rank, by_slice))
-    item = BY_CODE[request.dtype].itemsize
+    item, moves = BY_CODE[request.dtype].itemsize, ()
     row *= item
     if request.type == RequestType.ALLTOALL:
         assert splits is not None
@@ -150,27 +150,29 @@ def make_plan(
         move, moves = _alltoall(splits * row, rank, across)
         return Plan(own, sum(received), as_splits(received), tuple(mine), even, move, moves)
     if request.type == RequestType.BROADCAST:
-        nbytes = math.prod(shape) * item
-        move, moves = _gather([nbytes * (member == request.root) for member in members], rank, across)
+        nbytes, root = math.prod(shape) * item, members.index(request.root)
+        move = _gather([nbytes * (q == root) for q in range(size)], rank, across)
+        if across is not None:
+            moves = tuple(across.layout.broadcast(0, 0, nbytes, root, across.chunk))
         return Plan(own, move=move, moves=moves)
-    move, moves = _gather([n * row for n in dims], rank, across)
+    counts = [n * row for n in dims]
+    move = _gather(counts, rank, across)
+    if across is not None:
+        moves = tuple(across.layout.gather(0, 0, counts, across.chunk))
     return Plan(own, sum(dims), tuple(dims), move=move, moves=moves)
 
 
 Moves = tuple[LocalMove, tuple[Move, ...]]
 
 
-def _gather(counts: Sequence[int], rank: int, across: HostPlaces | None) -> Moves:
-    """Return the moves that bring rank q's counts[q] bytes to every rank, one behind the other."""
+def _gather(counts: Sequence[int], rank: int, across: HostPlaces | None) -> LocalMove:
+    """Return the move that brings rank q's counts[q] bytes to every rank, one behind the other."""
     starts = list(itertools.accumulate(counts, initial=0))
     alone = len(counts) == 1
     sources = [] if alone else [(rank, 0, counts[rank], 0)]
     targets = [(q, 0, counts[q], starts[q]) for q in range(len(counts)) if q != rank]
     own = 0, starts[rank], counts[rank]
-    local = _local_move(sources, targets, own, [0] if alone else counts, across)
-    if across is None:
-        return local, ()
-    return local, tuple(across.layout.gather(0, 0, counts, across.chunk))
+    return _local_move(sources, targets, own, [0] if alone else counts, across)
 
 
 def _alltoall(sizes: Ints, rank: int, across: HostPlaces | None) -> Moves:

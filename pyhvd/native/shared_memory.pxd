@@ -152,6 +152,7 @@ cdef extern from "window/window.h" nogil:
         const int64_t* out
         const int64_t* into "in"
         int single
+        int relays
         int owned
         int64_t longest
 

@@ -298,7 +298,8 @@ cdef int describe_move(pyhvd_move* move, made, int hosts) except -1:
     cdef const int64_t[::1] out = made.out
     cdef const int64_t[::1] into = made.into
     move.lanes = <int>lanes.shape[0]
-    move.single, move.owned, move.longest = made.single, made.owned, made.longest
+    move.single, move.relays = made.single, made.relays
+    move.owned, move.longest = made.owned, made.longest
     if not move.lanes or move.owned <= 0 or move.lanes * move.owned * 16 > FLAT:
         raise ValueError(f"{move.lanes} lanes do not suit a rank with {move.owned} slices")
     check_lane_numbers(out, hosts, move.lanes)

@@ -112,6 +112,11 @@ class HostsFabric(ShmFabric):
         sent[partner], received[partner] = len(send), len(recv)
         self.alltoallv(send, sent, recv, received)
 
+    def broadcast(self, buffer: Bytes, root: int) -> None:
+        """Copy the root's buffer to every rank's."""
+        at = address(buffer)
+        self.run_moves(self.layout.broadcast(at, at, len(buffer), root, self.window.chunk))
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self._largest([0])

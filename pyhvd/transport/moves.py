@@ -7,11 +7,15 @@ the ranks of one host, and goes to one host, to all hosts, or to ranks of the sa
 2. In a *trade* each pair of hosts has one lane in each direction. A move has the lanes of some distances d:
    host h sends to host h + d and receives from host h - d, modulo the number of hosts.
 
+3. In a *relay* the root's host sends each other host a piece of a segment, and the other hosts send each
+   other their pieces of the segment before. So no link carries much more than the bytes of a broadcast.
+
 A slot has room for a few lanes; with more of them, a collective has several moves.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,8 +26,14 @@ Ints = NDArray[np.int64]
 
 MOST_BLOCKS = 1024
 """Blocks of a chunk, at most: each has room for 16 bytes, and a chunk for 16 KiB at least."""
+ALIGNED = 16
+"""Boundaries of slices are multiples of this number of bytes; ``move_across.c`` has the same."""
 LEAST = 16384
 """A slice has so much room in each lane of a chunk, if the chunk is large enough."""
+RELAYED = 8 << 20
+"""A broadcast to several other hosts is relayed from so many bytes on."""
+_RAMP = (1 << 18, 1 << 19, 1 << 20, 1 << 21)
+_SEGMENT = 1 << 22
 
 
 class Move(NamedTuple):
@@ -39,6 +49,8 @@ class Move(NamedTuple):
         By host, the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
     single : bool
         Whether each byte that comes from another host has one target among the local ranks.
+    relays : bool
+        Whether the sources are in the target: bytes that an earlier move has brought.
     owned : int
         Slices of one rank, at most, on any host.
     longest : int
@@ -51,6 +63,7 @@ class Move(NamedTuple):
     out: Ints
     into: Ints
     single: bool
+    relays: bool
     owned: int
     longest: int
 
@@ -152,6 +165,64 @@ class MoveLayout:
             targets = as_parts(by_place, offsets, others, into)
             out = np.full(self._hosts, mine)
             yield self._move(sources, targets, totals[group], out, lane_of, single=False)
+
+    def broadcast(self, send: int, recv: int, nbytes: int, root: int, chunk: int) -> Iterator[Move]:
+        """Yield the moves that give every rank a root's bytes; the root's own are in place."""
+        source = int(self._host_of[self.order.tolist().index(root)])
+        others = np.array([host for host in range(self._hosts) if host != source])
+        if len(others) < 2 or nbytes < RELAYED or self._hosts > chunk // (LEAST * self._owned):
+            counts = np.where(np.arange(len(self.order)) == root, nbytes, 0)
+            yield from self.gather(send, recv, counts, chunk)
+            return
+        alone = int(np.bincount(self._host_of)[source]) == 1
+        old = np.zeros(len(others) + 1, np.int64)
+        for first, end in itertools.pairwise(_edges(nbytes)):
+            new = first + (end - first) * np.arange(len(others) + 1) // len(others)
+            largest = int(max(np.diff(new).max(), np.diff(old).max(), 0 if alone else end - first))
+            if self.here == source:
+                yield self._hand_out(
+                    send, recv, new, others, largest, is_root=self.order[self._place] == root
+                )
+            else:
+                yield self._relay(recv, new, old, others, largest, source)
+            old = new
+
+    def _hand_out(
+        self, send: int, recv: int, new: Ints, others: Ints, largest: int, *, is_root: bool
+    ) -> Move:
+        """Return the root host's move of a segment: a piece for each other host, and all for local ranks."""
+        count = len(others)
+        lanes = np.append(np.diff(new), 0 if self.ranks == 1 else new[-1] - new[0])
+        parts = as_parts(np.arange(count + 1), 0, lanes, np.append(new[:-1], new[0]))
+        out, nowhere = np.full(self._hosts, -1), np.full(self._hosts, -1)
+        out[others] = np.arange(count)
+        out[self.here] = -1 if self.ranks == 1 else count
+        parts[:, 3] += send if is_root else recv
+        sources = parts if is_root else parts[:0]
+        targets = parts[:0] if is_root else parts[parts[:, 0] == count]
+        return self._move(sources, targets, lanes, out, nowhere, largest, single=False)
+
+    def _relay(self, recv: int, new: Ints, old: Ints, others: Ints, largest: int, source: int) -> Move:
+        """Return another host's move: it gets its piece of a segment, and sends that of the one before."""
+        me = others.tolist().index(self.here)
+        rest = np.delete(np.arange(len(others)), me)
+        piece, sizes = int(old[me + 1] - old[me]), np.diff(old)[rest]
+        lanes = np.concatenate([[new[me + 1] - new[me], piece], sizes])
+        out, into = np.full(self._hosts, -1), np.full(self._hosts, -1)
+        out[others[rest]] = 1
+        into[source], into[others[rest]] = 0, 2 + np.arange(len(rest))
+        # Each rank sends its slices of the piece.
+        edges = -(-np.array([self.local, self.local + 1]) * self.slices // self.ranks)
+        first, end = np.where(edges == self.slices, piece, piece * edges // self.slices & -ALIGNED)
+        sources = as_parts(1, first, np.array([end - first]), recv + old[me] + first)
+        targets = as_parts(
+            np.append(0, 2 + np.arange(len(rest))),
+            0,
+            np.append(lanes[0], sizes),
+            recv + np.append(new[me], old[rest]),
+        )
+        made = self._move(sources, targets, lanes, out, into, largest, single=False)
+        return made._replace(relays=True)
 
     def trade(
         self, sources: Ints, targets: Ints, out: Ints, into: Ints, chunk: int, largest: int = 0
@@ -259,11 +330,22 @@ class MoveLayout:
         single: bool,
     ) -> Move:
         longest = largest or int(lanes.max())
-        return Move(sources, targets, lanes, out, into, single, self._owned, longest)
+        relays = False
+        return Move(sources, targets, lanes, out, into, single, relays, self._owned, longest)
 
 
 def _groups(numbers: Ints, most: int) -> list[Ints]:
     return [numbers[first : first + most] for first in range(0, len(numbers), most)]
+
+
+def _edges(nbytes: int) -> list[int]:
+    """Return where the segments of a broadcast begin, its end, and the end of an empty one behind it.
+
+    The first ones and the last ones are short: nothing overlaps with handing out the first, or relaying the last.
+    """
+    full, rest = divmod(nbytes - 2 * sum(_RAMP), _SEGMENT)
+    sizes = [*_RAMP, *[_SEGMENT] * full, rest, *reversed(_RAMP)]
+    return [*itertools.accumulate(sizes, initial=0), nbytes]
 
 
 def _renumbered(parts: Ints, lane_of: Ints) -> Ints:

@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from pyhvd.arrays import address
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
+from pyhvd.transport import moves
 from pyhvd.transport.moves import Move, MoveLayout, Portions
 from tests.thinning import examples
 from tests.unit.native.test_exchange import CHUNK, LAYOUTS, Hosts, oracle, reduce
@@ -27,8 +28,8 @@ def places(layout: Sequence[int]) -> list[list[int]]:
     return [[next(numbers) for _ in range(ranks)] for ranks in layout]
 
 
-def run(window: shared_memory.Window, moves: Iterable[Move]) -> bool:
-    return all(window.move(each) for each in moves)
+def run(window: shared_memory.Window, made: Iterable[Move]) -> bool:
+    return all(window.move(each) for each in made)
 
 
 def gather(window: shared_memory.Window, layout: MoveLayout, blocks: list[Array], rank: int) -> Array:
@@ -148,8 +149,8 @@ def test_a_lost_connection_names_the_host(layout: tuple[int, ...], count: int) -
             return None
         out = np.zeros(count * sum(layout), np.uint8)
         at, counts = address(out), [count] * sum(layout)
-        moves = MoveLayout(places(layout), rank).gather(at + rank * count, at, counts, window.chunk)
-        done = run(window, moves)
+        made = MoveLayout(places(layout), rank).gather(at + rank * count, at, counts, window.chunk)
+        done = run(window, made)
         # Others may not notice by themselves, if they only wait for this rank.
         window.abort(b"lost")
         hosts.cut(next(g for g, ranks in enumerate(places(layout)) if rank in ranks))
@@ -173,6 +174,39 @@ def test_a_frame_of_another_length_is_an_error() -> None:
     assert {exchange.lost for exchange in hosts.exchanges} & {(0, 71), (1, 71)}
 
 
+@settings(deadline=None, max_examples=examples(40))
+@given(
+    layout=st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 3, 1, 1), (2, 2, 2)]),
+    nbytes=st.integers(1600, 20_000),
+    data=st.data(),
+)
+def test_a_broadcast_is_relayed(layout: tuple[int, ...], nbytes: int, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, sum(layout) - 1))
+    values = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    hosts, crossed = Hosts(layout, CHUNK), []
+
+    def job(rank: int, window: shared_memory.Window) -> Array:
+        mine = MoveLayout(places(layout), rank)
+        out = values.copy() if rank == root else np.zeros(nbytes, np.uint8)
+        made = list(mine.broadcast(address(out), address(out), nbytes, root, 1 << 18))
+        if mine.local == 0:
+            crossed.append(sum(int(move.lanes[move.out[g]]) for move in made for g in _others(mine, move)))
+        assert run(window, made)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "RELAYED", 1600)
+        patch.setattr(moves, "_RAMP", (100, 300, 400))
+        patch.setattr(moves, "_SEGMENT", 1000)
+        assert all(out.tobytes() == values.tobytes() for out in hosts.run(job))
+    assert sum(crossed) == nbytes * (len(layout) - 1)
+    assert max(crossed) == nbytes
+
+
+def _others(layout: MoveLayout, move: Move) -> list[int]:
+    return [g for g, lane in enumerate(move.out.tolist()) if lane >= 0 and g != layout.here]
+
+
 def test_each_byte_crosses_once_per_host() -> None:
     """An allgather and a broadcast send a host's bytes to each host, not to each rank."""
     layout, count = (2, 2), 100_000
@@ -188,7 +222,7 @@ def test_wrong_arguments_are_refused() -> None:
     window = Hosts((1, 1)).windows[0]
     none, lanes = np.empty((0, 4), np.int64), np.array([100], np.int64)
     to, back = np.array([-1, 0], np.int64), np.array([-1, -1], np.int64)
-    good = Move(none, none, lanes, to, back, single=False, owned=1, longest=100)
+    good = Move(none, none, lanes, to, back, single=False, relays=False, owned=1, longest=100)
     part = np.array([[0, 50, 60, 4096]], np.int64)
     twice = np.array([[0, 50, 6, 4096]] * 2, np.int64)
     wrong: list[tuple[str, dict[str, Any]]] = [

@@ -70,6 +70,7 @@ typedef struct {
      * For the own host, `out` is the lane from which local ranks copy each other's bytes. */
     const int64_t *out, *in;
     int single; /* whether each byte that comes has one target among the local ranks */
+    int relays; /* whether its sources are in the target: bytes that an earlier move has brought */
     int owned;  /* slices of one rank, at most, on any host */
     /* bytes of the longest lane; `lanes`, `owned`, `longest` are equal on all hosts' ranks */
     int64_t longest;

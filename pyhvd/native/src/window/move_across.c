@@ -79,11 +79,16 @@ static uint8_t *within_one_part(const pyhvd_part *parts, size_t n, int lane, cel
     return (uint8_t *)(intptr_t)(base + parts[k].address + each.from - parts[k].offset);
 }
 
+/* The address from which a move's sources count. */
+static int64_t source_of(const pyhvd_job_cursor *c) {
+    return move_of(c)->relays ? c->target : c->source;
+}
+
 /* Return the address from which this rank sends a cell, without packing it; or NULL. */
 static uint8_t *sent_from(const pyhvd_window *w, const pyhvd_job_cursor *c, int lane, cell each) {
     const pyhvd_move *m = move_of(c);
     if (each.owner != w->rank || (w->size > 1 && lane == m->out[w->exchange->host])) return NULL;
-    return within_one_part(m->sources, m->source_count, lane, each, c->source);
+    return within_one_part(m->sources, m->source_count, lane, each, source_of(c));
 }
 
 /* Return the address where this rank receives a cell, without copying it out; or NULL. */
@@ -106,7 +111,7 @@ static int pack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
             cell each = cell_of(w, c, index, lane, k);
             if (each.from < each.to && !sent_from(w, c, lane, each))
                 copy_parts(m->sources, m->source_count, lane, each.from, each.to, each.slot,
-                           c->source, 1);
+                           source_of(c), 1);
         }
     if (w->size > 1) pyhvd_announce(w, PACKED, chunk + 1);
     c->next[PACK]++;
@@ -173,7 +178,10 @@ static int unpack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;
     /* In pieces, so that the links do not stand still meanwhile. */
-    if (c->local && !c->moved) copy_own(c, c->local->own_bytes / c->chunks * c->next[UNPACK]);
+    if (c->local) {
+        int64_t share = c->local->own_bytes / (int64_t)c->move_count;
+        copy_own(c, share * (int64_t)c->moved + share / c->chunks * c->next[UNPACK]);
+    }
     return MOVED;
 }
 
