@@ -341,7 +341,7 @@ def _groups(numbers: Ints, most: int) -> list[Ints]:
 def _edges(nbytes: int) -> list[int]:
     """Return where the segments of a broadcast begin, its end, and the end of an empty one behind it.
 
-    The first ones and the last ones are short: nothing overlaps with handing out the first, or relaying the last.
+    The first and the last ones are short: nothing overlaps with handing out the first, or relaying the last.
     """
     full, rest = divmod(nbytes - 2 * sum(_RAMP), _SEGMENT)
     sizes = [*_RAMP, *[_SEGMENT] * full, rest, *reversed(_RAMP)]

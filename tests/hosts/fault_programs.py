@@ -1,8 +1,9 @@
 """Random programs that never end by themselves: what ranks do when a fault strikes.
 
-``python -m tests.hosts.fault_programs FOLDER SEED SIZE [VERB]`` is one of SIZE ranks. With VERB, one of
-:data:`VERBS`, it makes only such steps, with large tensors. All hosts share FOLDER: each rank counts its
-steps in a file there, and writes how its steps ended to another one. It ends when there is a file ``leave``.
+``python -m tests.hosts.fault_programs FOLDER SEED SIZE [VERB LENGTH]`` is one of SIZE ranks. With VERB, one
+of :data:`VERBS`, it makes only such steps, with tensors of LENGTH floats. All hosts share FOLDER: each rank
+counts its steps in a file there, and writes how its steps ended to another one. It ends when there is a file
+``leave``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pyhvd as hvd
 _SMALL = (1, 1000, 20_000)
 _LARGE = (300_000, 4_000_000)
 _LATE_S = 0.2
-_MOVED = 3 << 20  # floats, so that ranks are inside the verb most of the time
+LARGE = 3 << 20  # floats, so that ranks are inside the verb most of the time
 
 VERBS = ("allgather", "broadcast", "alltoall", "reducescatter", "adasum")
 
@@ -29,12 +30,12 @@ VERBS = ("allgather", "broadcast", "alltoall", "reducescatter", "adasum")
 class Program:
     """The steps of one rank. Every rank draws the same steps from ``plan``, and waits as it likes."""
 
-    def __init__(self, seed: int, some: hvd.ProcessSet, verb: str = "") -> None:
+    def __init__(self, seed: int, some: hvd.ProcessSet, verb: str = "", length: int = LARGE) -> None:
         self._plan = random.Random(seed)
         self._own = random.Random(f"{seed} {hvd.rank()}")
         self._some = some
         self._number = 0
-        self._verb = verb
+        self._verb, self._length = verb, length
         self._steps: tuple[Callable[[], None], ...] = (
             *(self._reduce, self._reduce_many, self._reduce_group, self._reduce_large, self._reduce_new),
             *(self._wait_for_a_late_rank, self._poll, self._reduce_on_some, self._join, self._move),
@@ -44,7 +45,7 @@ class Program:
         """Make the next step."""
         self._number += 1
         if self._verb:
-            self._move(self._verb, _MOVED)
+            self._move(self._verb, self._length)
         else:
             self._plan.choice(self._steps)()
 
@@ -73,8 +74,9 @@ class Program:
         for out in hvd.grouped_allreduce(mine, op=hvd.Sum, name="group"):
             self._check(out, [*range(hvd.size())])
 
-    def _move(self, verb: str = "", length: int = 12_000) -> None:
+    def _move(self, verb: str = "", length: int = 0) -> None:
         verb = verb or self._plan.choice(VERBS[:-1])  # Adasum needs a power of two of ranks
+        length = length or self._plan.choice((60, 12_000))
         size, root = hvd.size(), self._plan.randrange(hvd.size())
         length -= length % size  # for alltoall
         mine, name = np.full(length, hvd.rank() + 1, np.float32), f"{verb}{length}"
@@ -122,11 +124,11 @@ class Program:
         hvd.join()
 
 
-def run_until_an_error(folder: Path, seed: int, size: int, verb: str = "") -> None:
+def run_until_an_error(folder: Path, seed: int, size: int, verb: str = "", length: str = "0") -> None:
     """Make steps until a call raises; write the error, and raise it when all ranks may leave."""
     some = hvd.ProcessSet([0, size - 1])  # of the first and of the last host
     hvd.init(process_sets=[some])
-    program = Program(seed, some, verb)
+    program = Program(seed, some, verb, int(length))
     with (folder / f"steps{hvd.rank()}").open("ab", buffering=0) as steps:
         try:
             while True:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bed import Bed, Host, bed
+from tests.hosts.fault_programs import LARGE
 from tests.hosts.jobs import DAEMON_CRASHED, Shape, name_of
 from tests.hosts.launch import Site
 from tests.mpi.launch import ROOT, MpiJob, job_directory, mpi_version
@@ -69,8 +70,9 @@ class Fault:
         Seconds from the first step of the last rank to the fault.
     knobs : dict of str to str
         The job's knobs: without a response cache, and with checks, messages agree on all tensors.
-    verb : str
-        A verb of :data:`tests.hosts.fault_programs.VERBS`, if the program makes only its steps.
+    verb, length : str, int
+        A verb of :data:`tests.hosts.fault_programs.VERBS`, if the program makes only its steps, with so many
+        floats.
     """
 
     seed: int
@@ -81,6 +83,7 @@ class Fault:
     moment: float
     knobs: dict[str, str] = field(default_factory=dict)
     verb: str = ""
+    length: int = LARGE
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -127,7 +130,8 @@ class FaultyJob:
         self._place = job_directory()
         self._folder = self._place.__enter__()
         program = ["tests.hosts.fault_programs", str(self._folder), str(fault.seed), str(self._size)]
-        command = site.command(fault.shape, sys.executable, "-m", *program, *filter(None, [fault.verb]))
+        only = [fault.verb, str(fault.length)] if fault.verb else []
+        command = site.command(fault.shape, sys.executable, "-m", *program, *only)
         self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT), **fault.knobs}, ROOT)
 
     def wait_for_steps(self) -> bool:

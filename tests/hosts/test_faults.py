@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import thinning
 from tests.bed import why_not
-from tests.hosts.fault_programs import VERBS
+from tests.hosts.fault_programs import LARGE, VERBS
 from tests.hosts.faults import KINDS, SHAPES, SLACK_S, Fault, faulty_site, try_fault
 from tests.hosts.launch import Site
 from tests.mpi.launch import mpiexec_path
@@ -32,9 +33,18 @@ def test_every_rank_that_waits_gets_an_error(faulty: Site, seed: int) -> None:
     assert not outcome.wrong, "\n".join(outcome.wrong)
 
 
+SIZES = (60, 12_000, LARGE)
+"""Floats: a payload, one chunk, many."""
+STRUCK = [("cut", LARGE), ("kill", SIZES[0])]
+
+
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_cut_host_ends_each_verb(faulty: Site, verb: str) -> None:
-    outcome = try_fault(faulty, Fault(0, "cut", (2, 2), host=1, rank=2, moment=0.5, verb=verb), SLACK_S)
+@pytest.mark.parametrize(
+    ("kind", "length"), [(k, n) for k in KINDS for n in SIZES] if thinning.full else STRUCK
+)
+def test_a_fault_ends_each_verb(faulty: Site, verb: str, kind: str, length: int) -> None:
+    fault = Fault(0, kind, (2, 2), host=1, rank=2, moment=0.5, verb=verb, length=length)
+    outcome = try_fault(faulty, fault, SLACK_S)
     assert not outcome.wrong, "\n".join(outcome.wrong)
 
 
