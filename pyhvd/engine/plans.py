@@ -141,7 +141,8 @@ def make_plan(
         if by_slice is not None and len(by_slice) > MOST_BLOCKS:
             return None
         return Plan(own, rows[rank], portions=Portions.of([n * row for n in rows], rank, by_slice))
-    item, moves = BY_CODE[request.dtype].itemsize, ()
+    item = BY_CODE[request.dtype].itemsize
+    moves: tuple[Move, ...] = ()
     row *= item
     if request.type == RequestType.ALLTOALL:
         assert splits is not None
