@@ -41,6 +41,8 @@ class LocalMove(NamedTuple):
         Parts: lane (a set rank), offset in the lane, bytes, offset in this rank's source or target; sorted.
     own : (int, int, int)
         What the rank copies from its source to its target: offsets there and there, and the bytes.
+    origins : int64 array
+        Where each target begins in the source of its lane's owner.
     longest, total : int
         Bytes of the longest lane, and of all; the same on all ranks.
     starts : int64 array, optional
@@ -50,6 +52,7 @@ class LocalMove(NamedTuple):
     sources: Ints
     targets: Ints
     own: tuple[int, int, int]
+    origins: Ints
     longest: int
     total: int
     starts: Ints | None = None
@@ -171,7 +174,7 @@ def _gather(counts: Sequence[int], rank: int, across: HostPlaces | None) -> Loca
     starts = list(itertools.accumulate(counts, initial=0))
     alone = len(counts) == 1
     sources = [] if alone else [(rank, 0, counts[rank], 0)]
-    targets = [(q, 0, counts[q], starts[q]) for q in range(len(counts)) if q != rank]
+    targets = [(q, 0, counts[q], starts[q], 0) for q in range(len(counts)) if q != rank]
     own = 0, starts[rank], counts[rank]
     return _local_move(sources, targets, own, [0] if alone else counts, across)
 
@@ -187,7 +190,8 @@ def _alltoall(sizes: Ints, rank: int, across: HostPlaces | None) -> Moves:
     sources = [
         (rank, offsets[rank, k], turned[rank, k], starts[(rank + 1 + k) % ranks]) for k in range(ranks - 1)
     ]
-    targets = [(q, offsets[q, (rank - q - 1) % ranks], sizes[q, rank], into[q]) for q in others]
+    origins = before(sizes)[:, rank]
+    targets = [(q, offsets[q, (rank - q - 1) % ranks], sizes[q, rank], into[q], origins[q]) for q in others]
     own = int(starts[rank]), int(into[rank]), int(sizes[rank, rank])
     local = _local_move(sources, targets, own, turned.sum(axis=1).tolist(), across)
     if across is None:
@@ -197,27 +201,29 @@ def _alltoall(sizes: Ints, rank: int, across: HostPlaces | None) -> Moves:
     return local, tuple(layout.alltoall(0, 0, table, across.chunk, layout.largest_trade(sizes)))
 
 
-Parts = Sequence[tuple[int, int, int, int]]
+Rows = Sequence[tuple[int, ...]]
 
 
 def _local_move(
-    sources: Parts,
-    targets: Parts,
+    sources: Rows,
+    targets: Rows,
     own: tuple[int, int, int],
     lanes: Sequence[int],
     across: HostPlaces | None,
 ) -> LocalMove:
-    """Return a rank's part of a move with lanes of so many bytes."""
+    """Return a rank's part of a move with lanes of so many bytes; a target's row ends with its origin."""
     starts = None
     if across is not None:
         order = np.array(across.order)
         starts = np.empty(len(order), np.int64)
         starts[order] = before(np.array(lanes)[order])
-    return LocalMove(_parts(sources), _parts(targets), own, max(lanes), sum(lanes), starts)
+    into = _parts(targets, 5)
+    parts, origins = np.ascontiguousarray(into[:, :4]), into[:, 4].copy()
+    return LocalMove(_parts(sources, 4), parts, own, origins, max(lanes), sum(lanes), starts)
 
 
-def _parts(rows: Parts) -> Ints:
-    return np.array([row for row in rows if row[2]], np.int64).reshape(-1, 4)
+def _parts(rows: Rows, columns: int) -> Ints:
+    return np.array([row for row in rows if row[2]], np.int64).reshape(-1, columns)
 
 
 # -- outputs whose size comes with the response ------------------------------------------------------------

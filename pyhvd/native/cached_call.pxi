@@ -87,15 +87,17 @@ cdef class CachedTensor:
     cdef int _lay_out(self, move, moves) except -1:
         cdef const int64_t[:, ::1] sources = move.sources
         cdef const int64_t[:, ::1] targets = move.targets
+        cdef const int64_t[::1] origins = move.origins
         cdef const int64_t[::1] starts
         self.move.source_count = <size_t>sources.shape[0]
         self.move.target_count = <size_t>targets.shape[0]
         self.move.sources = <const pyhvd_part*>&sources[0, 0]
         self.move.targets = <const pyhvd_part*>&targets[0, 0]
         self.move.own_from, self.move.own_to, self.move.own_bytes = move.own
-        self.move.longest = move.longest
+        self.move.origins = &origins[0]
+        self.move.longest, self.move.total = move.longest, move.total
         if move.starts is not None:
-            starts, self.move.total = move.starts, move.total
+            starts = move.starts
             self.move.starts = &starts[0]
         if moves:
             self.moves = <pyhvd_move*>PyMem_Calloc(len(moves), sizeof(pyhvd_move))

@@ -107,6 +107,8 @@ cdef extern from "window/window.h" nogil:
         pyhvd_exchange* exchange
         pyhvd_trace* trace
         uint8_t* area[256]
+        int reads_peers
+        int32_t pids[256]
         uint8_t* arena[256]
 
     ctypedef struct pyhvd_portions:
@@ -138,6 +140,7 @@ cdef extern from "window/window.h" nogil:
         int64_t own_from
         int64_t own_to
         int64_t own_bytes
+        const int64_t* origins
         int64_t longest
         const int64_t* starts
         int64_t total
@@ -159,6 +162,7 @@ cdef extern from "window/window.h" nogil:
     size_t pyhvd_window_area(size_t capacity, int slots)
     void pyhvd_window_clear(pyhvd_window* w)
     int pyhvd_window_allreduce(pyhvd_window* w, const pyhvd_job* job)
+    int pyhvd_window_can_read(int32_t pid, uint64_t address, uint64_t value)
     int pyhvd_window_gather(pyhvd_window* w, const uint8_t* send, uint8_t* recv, const int64_t* counts)
     int pyhvd_window_alltoall(
         pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, uint8_t* recv,
@@ -491,5 +495,6 @@ cdef class Exchange:
 
 cdef class Window:
     cdef pyhvd_window window
+    cdef uint64_t token
     cdef Exchange exchange
     cdef Trace trace

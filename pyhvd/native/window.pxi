@@ -355,6 +355,7 @@ cdef class Window:
         cdef Py_ssize_t room = chunk if capacity is None else capacity
         if room < chunk or room % CHUNK_UNIT:
             raise ValueError(f"a slot of {room} bytes does not suit chunks of {chunk}")
+        self.token = int.from_bytes(os.urandom(8), "little")
         self.window.rank = rank
         self.window.size = <int>len(areas)
         self.window.capacity = <size_t>room
@@ -378,6 +379,20 @@ cdef class Window:
                 f" {self.window.capacity} at most here, not {chunk}"
             )
         self.window.chunk = <size_t>chunk
+
+    def own_memory(self):
+        """Return (process id, address, value): what a peer that can read this memory finds."""
+        return os.getpid(), <uintptr_t>&self.token, self.token
+
+    def can_read(self, int pid, uint64_t place, uint64_t value):
+        """Return whether this process can read a peer's memory, which has told its :meth:`own_memory`."""
+        return pyhvd_window_can_read(pid, place, value) != 0
+
+    def read_peers(self, pids):
+        """Let moves read the memory of the ranks' processes; on all ranks, before any uses the window."""
+        for q, pid in enumerate(pids):
+            self.window.pids[<int>q] = pid
+        self.window.reads_peers = 1
 
     @property
     def chunk(self):

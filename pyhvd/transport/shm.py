@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -126,4 +127,19 @@ class ShmFabric:
 def open_fabric(inner: Fabric, segment: Segment, chunk_size: int, largest_chunk: int) -> ShmFabric:
     """Return the fabric of a host's ranks through a window in their memory; it owns both; collective."""
     window = shared_memory.Window(inner.rank, segment.areas, chunk_size, largest_chunk)
+    _let_read(inner, window)
     return ShmFabric(inner, segment, window)
+
+
+def _let_read(inner: Fabric, window: shared_memory.Window) -> None:
+    """Let moves read the ranks' memory where it is, if the system lets every rank read every other one's."""
+    table = np.empty((inner.size, 3), np.uint64)
+    inner.allgather(_bytes(np.array(window.own_memory(), np.uint64)), _bytes(table))
+    able, every = np.array([all(window.can_read(*row) for row in table.tolist())]), np.empty(inner.size, bool)
+    inner.allgather(_bytes(able), _bytes(every))
+    if every.all():
+        window.read_peers(table[:, 0].tolist())
+
+
+def _bytes(array: np.ndarray[Any, Any]) -> Bytes:
+    return array.reshape(-1).view(np.uint8)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import os
+import sys
 import threading
 from typing import Any
 
@@ -214,3 +217,38 @@ def test_splits_that_are_no_ints_are_refused_although_the_call_is_remembered() -
         assert hvd.alltoall(x, [2, 2], name="x")[1].tolist() == [2, 2]
 
     run_ranks(2, body, timeout=20, knobs={"fast_lane": True})
+
+
+def secret_array(count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return an array in memory that the kernel reads for no process, as a device may have."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(_MEMFD_SECRET, 0) if sys.platform == "linux" else -1
+    if fd < 0:
+        pytest.skip("no memfd_secret(2) here")
+    os.ftruncate(fd, 4 * count)
+    memory = mmap.mmap(fd, 4 * count)
+    os.close(fd)
+    return np.frombuffer(memory, np.float32)
+
+
+_MEMFD_SECRET = 447
+
+
+@pytest.mark.parametrize("secret", [[0], [1, 2], [0, 1, 2]], ids=str)
+def test_arrays_that_no_peer_can_read(secret: list[int]) -> None:
+    """Some ranks' lanes come in chunks, and the others' memory is read where it is."""
+    count = 60_000
+
+    def body() -> None:
+        array = secret_array(count) if hvd.rank() in secret else np.empty(count, np.float32)
+        for step in range(6):
+            array[:] = np.arange(count) + hvd.rank() + step
+            whole = hvd.allgather(array, name="g").reshape(3, count)
+            assert (whole == np.arange(count) + np.arange(3)[:, None] + step).all()
+            mixed = hvd.alltoall(array, name="a")
+            first = np.arange(count // 3) + hvd.rank() * (count // 3)
+            assert (mixed.reshape(3, -1) == first + np.arange(3)[:, None] + step).all()
+            root = step % 3
+            assert (hvd.broadcast(array, root, name=f"b{root}") == np.arange(count) + root + step).all()
+
+    run_ranks(3, body, timeout=30)

@@ -196,8 +196,9 @@ static void scatter(player *p) {
 /* Send a block to each rank, in lanes whose first block is for the next rank. */
 static void shuffle(player *p) {
     int64_t sizes[MOST_RANKS][MOST_RANKS], sent[MOST_RANKS] = {0}, got[MOST_RANKS] = {0};
+    int64_t origins[MOST_RANKS] = {0};
     pyhvd_part sources[MOST_RANKS], targets[MOST_RANKS];
-    pyhvd_local_move move = {.sources = sources, .targets = targets};
+    pyhvd_local_move move = {.sources = sources, .targets = targets, .origins = origins};
     pyhvd_job_cursor cursor;
     for (int q = 0; q < p->size; q++)
         for (int k = 0; k < p->size; k++)
@@ -212,10 +213,14 @@ static void shuffle(player *p) {
             int to = (q + k) % p->size;
             int64_t n = sizes[q][to];
             if (q == p->rank && n) sources[move.source_count++] = (pyhvd_part){q, at, n, sent[to]};
-            if (to == p->rank && n) targets[move.target_count++] = (pyhvd_part){q, at, n, got[q]};
+            if (to == p->rank && n) {
+                for (int j = 0; j < to; j++) origins[move.target_count] += sizes[q][j];
+                targets[move.target_count++] = (pyhvd_part){q, at, n, got[q]};
+            }
             at += n;
         }
         if (at > move.longest) move.longest = at;
+        move.total += at;
         fill_in(p, p->send + sent[q], (size_t)sizes[p->rank][q], PYHVD_UINT8, p->rank, q);
     }
     move.own_from = sent[p->rank], move.own_to = got[p->rank];
@@ -398,6 +403,8 @@ static void enter(player *p, stage *s, int rank) {
     memcpy(p->w.arena, s->arenas, sizeof s->arenas);
     p->send = make(most + 64), p->recv = make(most + 64), p->expected = make(most + 64);
     for (int q = 0; q < p->size; q++) p->inputs[q] = make(most);
+    p->w.reads_peers = !s->hosts && (s->t->seed + s->which) % 2;
+    for (int q = 0; q < p->size; q++) p->w.pids[q] = (int32_t)getpid();
     pthread_barrier_wait(&s->meet);
 }
 

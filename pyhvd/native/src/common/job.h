@@ -52,11 +52,11 @@ typedef struct {
     const pyhvd_part *sources, *targets;
     size_t source_count, target_count;
     int64_t own_from, own_to, own_bytes; /* what the rank copies from its source to its target */
-    int64_t longest; /* bytes of the longest lane; the same on all ranks, and 0 if nothing moves */
-    /* Over several hosts: where each lane begins if the lanes lie in the order of the hosts that agree,
-     * and the bytes of all lanes; NULL on one host. */
+    const int64_t *origins; /* where each target begins in the source of its lane's owner */
+    /* Bytes of the longest lane, and of all; the same on all ranks, and 0 if nothing moves. */
+    int64_t longest, total;
+    /* Over several hosts: where each lane begins if they lie in the order of the hosts that agree. */
     const int64_t *starts;
-    int64_t total;
 } pyhvd_local_move;
 
 /* One rank's part of a move over several hosts; move_across.c explains it. */

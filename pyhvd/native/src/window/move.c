@@ -1,7 +1,10 @@
-/* Collectives that move bytes through the slots and reduce nothing; window.h states the
- * invariants. */
+/* Collectives that move bytes and reduce nothing, through the slots or by reading the memory of peers;
+ * window.h states the invariants. */
+#include "common/peer_memory.h"
 #include "window/layout.h"
 #include "window/parts.h"
+
+#define SINGLE 262144 /* bytes up to which a single lane is read where it is */
 
 /* Store where blocks begin that lie one behind the other. */
 static void find_starts(const int64_t *counts, int n, int64_t *starts) {
@@ -60,15 +63,78 @@ static int64_t piece_of(const pyhvd_window *w, int64_t longest) {
     return MIN(MAX(quarter, PYHVD_FLAT), (int64_t)w->chunk);
 }
 
-static int move_chunks(pyhvd_window *w, pyhvd_job_cursor *c) {
+static int comes_in_chunks(const pyhvd_job_cursor *c, int rank) {
+    return (int)(c->in_chunks[rank / 64] >> (rank % 64) & 1);
+}
+
+static void note_chunks(pyhvd_job_cursor *c, int rank) {
+    c->in_chunks[rank / 64] |= (uint64_t)1 << (rank % 64);
+}
+
+/* Whether the ends of this rank's source can be read as peers read it; a device's memory may not be. */
+static int is_readable(const pyhvd_job_cursor *c) {
     const pyhvd_local_move *m = c->local;
-    int64_t piece = piece_of(w, m->longest), count = (m->longest + piece - 1) / piece;
+    const pyhvd_part *first = m->sources, *last = m->sources + m->source_count - 1;
+    int64_t at[2] = {c->source + first->address, c->source + last->address + last->bytes - 1};
+    uint8_t byte;
+    for (int k = 0; k < 2; k++)
+        if (!pyhvd_read_process((int32_t)getpid(), &byte, (uint64_t)at[k], 1)) return 0;
+    return 1;
+}
+
+/* Copy this rank's targets out of a peer's source at `place`; return 0 if it cannot be read. */
+static int read_source(const pyhvd_window *w, const pyhvd_job_cursor *c, int peer, uint64_t place) {
+    const pyhvd_local_move *m = c->local;
+    size_t k = first_part(m->targets, m->target_count, peer, 0);
+    for (; k < m->target_count && m->targets[k].lane == peer; k++) {
+        void *to = (void *)(intptr_t)(c->target + m->targets[k].address);
+        if (!pyhvd_read_peer(w->pids[peer], to, place + (uint64_t)m->origins[k],
+                             (size_t)m->targets[k].bytes))
+            return 0;
+    }
+    return 1;
+}
+
+/* Before the chunks of a move, in a chunk of its own, each rank tells where its source is, or 0 if its
+ * lane comes in chunks; and reads the others' sources. A peer that cannot be read has ended: this rank
+ * waits until the window is aborted. */
+static int read_peers(pyhvd_window *w, pyhvd_job_cursor *c) {
+    const pyhvd_local_move *m = c->local;
+    uint64_t chunk = w->chunks;
     int status;
-    w->shift = 0;
+    if (!c->heard && m->source_count) {
+        if ((status = pyhvd_await_free_slot(w, chunk))) return status;
+        uint64_t place = is_readable(c) ? (uint64_t)c->source : 0;
+        if (!place) note_chunks(c, w->rank);
+        memcpy(slot_of(w, w->rank, chunk), &place, sizeof place);
+        pyhvd_announce(w, PACKED, chunk + 1);
+    }
+    if (!c->heard) copy_own(c, m->own_bytes);
+    for (c->heard = MAX(c->heard, 1); c->heard < w->size; c->heard++) {
+        int q = (w->rank + c->heard) % w->size;
+        uint64_t place;
+        if (!has_parts(m->targets, m->target_count, q, 0, m->longest)) continue;
+        if ((status = pyhvd_await(w, q, PACKED, chunk + 1))) return status;
+        int64_t begin = pyhvd_trace_now(w->trace);
+        memcpy(&place, slot_of(w, q, chunk), sizeof place);
+        if (!place)
+            note_chunks(c, q);
+        else if (!read_source(w, c, q, place))
+            return pyhvd_await(w, q, PACKED, UINT64_MAX);
+        pyhvd_add_stage(w, PYHVD_UNPACKING, begin, chunk);
+    }
+    return PYHVD_OK;
+}
+
+/* Through the slots, the lanes that no rank reads where they are. */
+static int move_chunks(pyhvd_window *w, pyhvd_job_cursor *c, uint64_t first, int64_t count,
+                       int64_t piece) {
+    const pyhvd_local_move *m = c->local;
+    int status;
     for (; c->step < count; c->step++, c->stage = 0) {
         int64_t from = c->step * piece, to = from + piece;
-        uint64_t chunk = w->chunks + (uint64_t)c->step;
-        if (!c->stage && m->source_count) {
+        uint64_t chunk = first + (uint64_t)c->step;
+        if (!c->stage && m->source_count && comes_in_chunks(c, w->rank)) {
             if ((status = pyhvd_await_free_slot(w, chunk))) return status;
             pack_lane(w, c, from, to, slot_of(w, w->rank, chunk), chunk);
             pyhvd_announce(w, PACKED, chunk + 1);
@@ -76,13 +142,46 @@ static int move_chunks(pyhvd_window *w, pyhvd_job_cursor *c) {
         if (!c->stage && !c->step) copy_own(c, m->own_bytes);
         for (c->stage = MAX(c->stage, 1); c->stage < w->size; c->stage++) {
             int q = (w->rank + c->stage) % w->size;
+            if (!comes_in_chunks(c, q)) continue;
             status = unpack_lane(w, c, from, to, q, slot_of(w, q, chunk), PACKED, chunk);
             if (status) return status;
         }
         pyhvd_announce(w, REDUCED, chunk + 1);
     }
-    w->chunks += (uint64_t)count;
     return PYHVD_OK;
+}
+
+/* Whether the ranks read each other's sources. A single long lane is faster in chunks: its owner copies
+ * one while the others copy the one before. */
+static int reads(const pyhvd_window *w, const pyhvd_local_move *m) {
+    return w->reads_peers && (m->total > m->longest || m->longest <= SINGLE);
+}
+
+/* More than PYHVD_FLAT bytes. If a rank's source is read where it is, the rank must not end before all
+ * have announced the last chunk. */
+static int move_much(pyhvd_window *w, pyhvd_job_cursor *c) {
+    int64_t piece = piece_of(w, c->local->longest);
+    int64_t count = (c->local->longest + piece - 1) / piece;
+    int direct = reads(w, c->local), status = PYHVD_OK, any = 0;
+    uint64_t first = w->chunks + (uint64_t)direct, end = first + (uint64_t)count;
+    w->shift = 0;
+    if (!direct)
+        memset(c->in_chunks, 0xff, sizeof c->in_chunks);
+    else if (c->heard < w->size && (status = read_peers(w, c)))
+        return status;
+    for (int k = 0; k < PYHVD_MAX_LOCAL / 64; k++) any |= c->in_chunks[k] != 0;
+    if (any && (status = move_chunks(w, c, first, count, piece))) return status;
+    if (!any) pyhvd_announce(w, REDUCED, end);
+    if (c->local->source_count && !comes_in_chunks(c, w->rank) &&
+        (status = pyhvd_await_all(w, REDUCED, end)))
+        return status;
+    w->chunks = end;
+    return PYHVD_OK;
+}
+
+int pyhvd_window_can_read(int32_t pid, uint64_t address, uint64_t value) {
+    uint64_t found;
+    return pyhvd_read_process(pid, &found, address, sizeof found) && found == value;
 }
 
 int pyhvd_move_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
@@ -90,7 +189,7 @@ int pyhvd_move_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
         copy_own(c, c->local->own_bytes);
         return PYHVD_OK;
     }
-    return c->local->longest <= PYHVD_FLAT ? move_flat(w, c) : move_chunks(w, c);
+    return c->local->longest <= PYHVD_FLAT ? move_flat(w, c) : move_much(w, c);
 }
 
 void pyhvd_window_begin_move(pyhvd_job_cursor *cursor, const pyhvd_local_move *local,
@@ -110,7 +209,7 @@ void pyhvd_window_begin_move(pyhvd_job_cursor *cursor, const pyhvd_local_move *l
 // cppcheck-suppress constParameterPointer - it is written by its address
 int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv,
                         const int64_t *counts) {
-    int64_t starts[PYHVD_MAX_LOCAL] = {0};
+    int64_t starts[PYHVD_MAX_LOCAL] = {0}, origins[PYHVD_MAX_LOCAL] = {0};
     pyhvd_part source = {w->rank, 0, counts[w->rank], 0}, targets[PYHVD_MAX_LOCAL];
     pyhvd_job_cursor cursor;
     find_starts(counts, w->size, starts);
@@ -120,9 +219,11 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv,
         .source_count = counts[w->rank] > 0,
         .own_to = starts[w->rank],
         .own_bytes = counts[w->rank],
+        .origins = origins,
     };
     for (int q = 0; q < w->size; q++) {
         move.longest = MAX(move.longest, counts[q]);
+        move.total += counts[q];
         if (q != w->rank && counts[q])
             targets[move.target_count++] = (pyhvd_part){q, 0, counts[q], starts[q]};
     }

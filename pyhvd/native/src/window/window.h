@@ -72,18 +72,20 @@ typedef struct pyhvd_exchange pyhvd_exchange;
 
 typedef struct {
     int rank, size;
-    size_t chunk;             /* bytes of a chunk; at most `capacity` */
-    size_t capacity;          /* bytes of a slot */
-    size_t shift;             /* offset of the slots from a line, in the current operation */
-    uint64_t chunks;          /* chunks of all operations so far, the same on every rank */
-    uint64_t flats;           /* flat operations so far, the same on every rank */
-    int64_t left_core_ns;     /* see pyhvd_leave_shared_core */
-    int spin_budget;          /* yields before this rank falls asleep */
-    int interruptible;        /* whether pyhvd_window_proceed may return before the end */
-    int never_yields;         /* see "Waiting" */
-    int slots;                /* of each rank */
-    pyhvd_exchange *exchange; /* with other hosts; NULL: all ranks of the set are here */
-    pyhvd_trace *trace;       /* NULL: nothing is recorded */
+    size_t chunk;         /* bytes of a chunk; at most `capacity` */
+    size_t capacity;      /* bytes of a slot */
+    size_t shift;         /* offset of the slots from a line, in the current operation */
+    uint64_t chunks;      /* chunks of all operations so far, the same on every rank */
+    uint64_t flats;       /* flat operations so far, the same on every rank */
+    int64_t left_core_ns; /* see pyhvd_leave_shared_core */
+    int spin_budget;      /* yields before this rank falls asleep */
+    int interruptible;    /* whether pyhvd_window_proceed may return before the end */
+    int never_yields;     /* see "Waiting" */
+    int slots;            /* of each rank */
+    int reads_peers;      /* whether every rank can read every other one's memory; see move.c */
+    int32_t pids[PYHVD_MAX_LOCAL]; /* then the ranks' processes */
+    pyhvd_exchange *exchange;      /* with other hosts; NULL: all ranks of the set are here */
+    pyhvd_trace *trace;            /* NULL: nothing is recorded */
     uint8_t *area[PYHVD_MAX_LOCAL];
     uint8_t *arena[PYHVD_MAX_LOCAL]; /* addresses of the ranks' arenas in this process */
 } pyhvd_window;
@@ -97,7 +99,10 @@ typedef struct {
     size_t move_count, moved;      /* ... and how many have ended */
     int64_t source, target;        /* addresses, from which the parts count */
     int64_t copied;                /* bytes that this rank has copied to itself */
-    int64_t room, chunks;          /* of the present move: bytes of a lane in a slice of a chunk */
+    /* On one host: ranks that were heard of, and a bit for each rank whose lane comes in chunks. */
+    int heard;
+    uint64_t in_chunks[PYHVD_MAX_LOCAL / 64];
+    int64_t room, chunks; /* of the present move: bytes of a lane in a slice of a chunk */
     int64_t step;
     int stage;
     int64_t next[4]; /* over several hosts: the next chunk of each stage; see across.c */
@@ -122,6 +127,9 @@ int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *cursor);
 void pyhvd_window_begin_move(pyhvd_job_cursor *cursor, const pyhvd_local_move *local,
                              const pyhvd_move *moves, size_t move_count, int64_t source,
                              int64_t target);
+
+/* Whether this rank can read 8 bytes of a process, and finds a value there. */
+int pyhvd_window_can_read(int32_t pid, uint64_t address, uint64_t value);
 
 /* Gather blocks, one behind the other: every rank gets rank q's counts[q] bytes. */
 int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts);
