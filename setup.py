@@ -25,7 +25,7 @@ FLAGS = [
 ]
 KERNELS = sorted(glob.glob(f"{SRC}/kernels/*.c"))
 NUMPY_MACROS = ("NPY_NO_DEPRECATED_API", "NPY_TARGET_VERSION")
-HEADERS = sorted(glob.glob(f"{SRC}/*/*.h"))
+HEADERS = sorted(glob.glob(f"{SRC}/*/*.h") + glob.glob("pyhvd/native/include/*.h"))
 
 
 class BuildExt(build_ext):

@@ -8,13 +8,15 @@ Knows nothing of ranks or names, nor of arrays on devices (:mod:`pyhvd.devices.a
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pyhvd.dtypes import KNOWN, DtypeInfo, lookup
+from pyhvd.dtypes import BY_CODE, KNOWN, Code, DtypeInfo, lookup
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -129,6 +131,17 @@ def view(tensor: Any, *, writing: bool = False) -> TensorView:
     if array.flags.c_contiguous:
         return TensorView(array, info)
     return TensorView(np.ascontiguousarray(array), info, home=array)
+
+
+def view_at(at: int, shape: tuple[int, ...], code: int) -> TensorView:
+    """Return the view of row-major memory that is not an array's; nothing keeps it alive."""
+    info = BY_CODE[code]
+    dtype = np.dtype("uint16" if info.code == Code.BFLOAT16 else info.name)  # numpy has no bfloat16
+    nbytes = math.prod(shape) * info.itemsize
+    if not nbytes:
+        return TensorView(np.empty(shape, dtype), info)
+    memory = (ctypes.c_uint8 * nbytes).from_address(at)
+    return TensorView(np.frombuffer(memoryview(memory), dtype).reshape(shape), info)
 
 
 def _as_numpy(tensor: Any) -> Array:

@@ -10,6 +10,8 @@ Invariants, under ``_lock``:
    tensors are sent before the join. The join's entry is removed before join() returns to its caller.
 3. The runtime sets ``_asleep`` under the lock, unless a flush is due. A submitter that finds ``_asleep`` set
    clears it, and wakes the runtime after releasing the lock. So no wake-up is lost, and none is sent twice.
+4. The fast path's ``has_messages`` says whether there are entries or refusals. It is set before the queue
+   looks for calls in flight, and before the runtime takes what was pushed.
 """
 
 from __future__ import annotations
@@ -153,6 +155,7 @@ class TensorQueue:
                     raise DuplicateNameError(f"a grouped call named {group!r} {_IN_FLIGHT}{_REMEDY}")
                 self.groups[entries[0].process_set, group] = len(entries)
             self.entries.update(zip(keys, entries, strict=True))
+            self._mirror()
             if self._fast_path is not None and (clash := self._clash(self._fast_path, entries)):
                 for key in keys:
                     self._take_out(key)
@@ -172,6 +175,7 @@ class TensorQueue:
                 if group := entry.request.group:
                     key = (entry.process_set, group)
                     self.groups[key] = self.groups.get(key, 0) + 1
+            self._mirror()
         for entry in entries if error is not None else ():
             entry.done(None, error)
 
@@ -196,6 +200,7 @@ class TensorQueue:
             self._flush = True
             key = (process_set, refusal.name)
             self.refusals[key] = self.refusals.get(key, 0) + 1
+            self._mirror()
             wake = self._push([(process_set, refusal)])
         if wake:
             self._wake()
@@ -298,6 +303,7 @@ class TensorQueue:
         self.refusals[key] -= 1
         if not self.refusals[key]:
             del self.refusals[key]
+            self._mirror()
 
     def _take_out(self, key: Key) -> TensorEntry | None:
         entry = self.entries.pop(key, None)
@@ -308,7 +314,14 @@ class TensorQueue:
             self.groups[group] -= 1
             if not self.groups[group]:
                 del self.groups[group]
+        if not self.entries:
+            self._mirror()
         return entry
+
+    def _mirror(self) -> None:
+        """Tell the fast path whether there are entries or refusals, for submissions from C."""
+        if self._fast_path is not None:
+            self._fast_path.has_messages = bool(self.entries or self.refusals)
 
     def _push(self, items: list[tuple[int, Request]]) -> bool:
         if not self._fresh:

@@ -103,7 +103,10 @@ def test_a_class_name_means_one_thing() -> None:
 
 
 # A comment, a string or a character.
-C_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
+# Also what only C++ sees: extern "C" has a brace around a whole header.
+C_TEXT = re.compile(
+    r'#ifdef __cplusplus\n.*?#endif|/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL
+)
 CYTHON_FUNCTION = re.compile(r"( *)(?:def|cpdef|cdef (?!class|extern|struct|enum))[^=]*\(")
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from pyhvd.arrays import view_at
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
-from pyhvd.devices.array_libraries import adopt
+from pyhvd.devices.array_libraries import View, adopt
 from pyhvd.dtypes import lookup
 from pyhvd.engine.plans import HostPlaces, make_plan
 from pyhvd.errors import UnsupportedDtypeError
@@ -125,6 +126,16 @@ def _code_of(dtype: np.dtype[Any]) -> int:
         return -1
 
 
+def _view(tensor: Any, request: Request) -> View | None:
+    """Return the view of a tensor of a taken call: an array, or (address, shape) if C code gave it."""
+    if tensor is None:
+        return None
+    if isinstance(tensor, tuple):
+        at, shape = tensor
+        return view_at(at, shape, request.dtype)
+    return adopt(tensor, any_layout=True)
+
+
 class FastPathAdapter:
     """The fast path as the runtime sees it.
 
@@ -199,6 +210,7 @@ class FastPathAdapter:
         """Forget a process set; return its tensors in flight."""
         if not self.path.has_set(set_id):
             return []
+        self.path.retire_set(set_id)
         left = [entry for call in self.path.in_flight(set_id) for entry in self._entries(call)[1]]
         self.path.close_set(set_id)
         return left
@@ -383,8 +395,8 @@ class FastPathAdapter:
             TensorEntry(
                 call.set_id,
                 request,
-                None if source is None else adopt(source, any_layout=True),
-                None if target is None else adopt(target, any_layout=True),
+                _view(source, request),
+                _view(target, request),
                 partial(done, k),
                 splits,
                 posted,

@@ -202,7 +202,8 @@ cdef class CachedCall:
     cdef CachedTensor first
     cdef tuple key
     cdef object handle
-    cdef bint retired
+    cdef uint64_t id  # for C code outside of pyhvd; 0: none. Under _ids_lock
+    cdef bytes error_text  # of a call that C code has submitted, once Python has taken it
 
     def __cinit__(self, FastPath path, int set_id, str name, bint grouped, list tensors):
         cdef Py_ssize_t n = len(tensors)
@@ -372,19 +373,26 @@ cdef class CachedCall:
         (int, list of (request, source, target, splits)), or None
             When (monotonic ns) the ready table got its marks, 0 if it did not; and its tensors. A target is
             None if the size of the result may change. None if it is not in flight, or was taken before.
+            If C code has submitted it, sources and targets are (address, shape).
         """
         cdef Handle handle = None
         cdef int was
+        cdef bint by_c
         if not self.in_flight():
             return None
         pthread_mutex_lock(&self.path.c.submissions.mutex)
         was = pyhvd_fast_path_take(&self.path.c, &self.c)
         handle = self.handle
+        by_c = self.c.ending.done != NULL
         pthread_mutex_unlock(&self.path.c.submissions.mutex)
         if was == PYHVD_TAKEN:
             return None
-        sources = handle.source if self.grouped else [handle.source]
-        targets = handle.target if self.grouped else [handle.target]
+        if by_c:
+            self.error_text = None
+            sources, targets = memory_of(self, False), memory_of(self, True)
+        else:
+            sources = handle.source if self.grouped else [handle.source]
+            targets = handle.target if self.grouped else [handle.target]
         if self.first.is_sized():
             targets = [None] * len(sources)
         requests = [tensor.request for tensor in self.tensors]
@@ -395,7 +403,11 @@ cdef class CachedCall:
     def settle(self, Py_ssize_t k, result, error):
         """End the k-th tensor of the call, which was taken; ``result`` counts if its size was not known."""
         cdef Handle handle = self.handle
-        if error is not None:
+        cdef bytes error_text = None
+        if self.c.ending.done != NULL:
+            settle_for_c(self, k, result, error)
+            error_text = self.error_text  # stays until the call's last tensor has told the C code
+        elif error is not None:
             if handle is not None and handle.error is None:
                 handle.error = copy_error(error)
         elif handle is not None and self.first.is_sized():
@@ -406,7 +418,7 @@ cdef class CachedCall:
                 handle.target = made
         with nogil:
             pyhvd_fast_path_settle(&self.path.c, &self.c)
-        if self.retired:
+        if self.c.retired:
             self.retire()
 
     cdef int retire(self) except -1:
@@ -416,10 +428,11 @@ cdef class CachedCall:
         """
         cdef object handle = None
         pthread_mutex_lock(&self.path.c.submissions.mutex)
-        self.retired = True
+        self.c.retired = True
         if pyhvd_call_finished(&self.c, self.c.started):
             handle, self.handle = self.handle, None  # released outside the mutex
         pthread_mutex_unlock(&self.path.c.submissions.mutex)
+        forget_id(self)
         return 0
 
     cdef Handle hold(self, object source, object target, const int64_t* addresses, int form):
@@ -434,7 +447,8 @@ cdef class CachedCall:
         handle.target = target
         handle.pairs = form & PAIRS
         pthread_mutex_lock(&path.c.submissions.mutex)
-        if pyhvd_call_finished(&self.c, self.c.started) and not self.retired and not path.closed:
+        if pyhvd_call_finished(&self.c, self.c.started) and not self.c.retired and not path.closed:
+            self.c.ending.done = NULL
             memcpy(self.c.srcs, addresses, n * sizeof(int64_t))
             memcpy(self.c.dsts, addresses + n, n * sizeof(int64_t))
             before = self.handle  # released outside the mutex

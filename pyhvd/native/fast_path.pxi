@@ -175,6 +175,16 @@ cdef class FastPath(ReadyTableEnd):
         self.busy_groups = groups
         self.refusals = refusals
         self.on_wait = on_wait
+        pyhvd_call_id_next_generation()
+
+    @property
+    def has_messages(self):
+        """Whether the queue has entries or refusals: then C code cannot submit (``call_ids.h``)."""
+        return pyhvd_read_word(&self.c.has_messages) != 0
+
+    @has_messages.setter
+    def has_messages(self, bint has_messages):
+        pyhvd_set_word(&self.c.has_messages, has_messages)
 
     def know_arena(self, uintptr_t start, size_t nbytes):
         """Set the address and length of this rank's arena."""
@@ -189,10 +199,13 @@ cdef class FastPath(ReadyTableEnd):
             raise MemoryError
         self.sets[set_id] = PathSet(window)
 
-    def close_set(self, int set_id):
-        """Forget a process set. Its calls were taken, and no thread submits to it."""
+    def retire_set(self, int set_id):
+        """Let the calls of a process set be submitted no more."""
         for call in (<PathSet>self.sets[set_id]).calls.values():
             (<CachedCall>call).retire()
+
+    def close_set(self, int set_id):
+        """Forget a process set. Its calls were retired and taken."""
         self.sets[set_id] = None
 
     cdef PathSet get_set(self, int set_id):
@@ -234,7 +247,7 @@ cdef class FastPath(ReadyTableEnd):
         if before is not None and before.call is not None:
             before.call.c.alike = PYHVD_UNKNOWN
         if before is not None and before.means(request, version):
-            if before.call is None or not before.call.retired:
+            if before.call is None or not before.call.c.retired:
                 before.renew(version)
                 return
         if len(request.shape) > 32:
@@ -370,6 +383,7 @@ cdef class FastPath(ReadyTableEnd):
         collector does not look into handles. From now on a callback runs in the thread that adds it.
         """
         self.has_ended = True
+        forget_ids(self)
         self._run_callbacks()
         if keep:
             return

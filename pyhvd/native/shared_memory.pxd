@@ -391,8 +391,13 @@ cdef extern from "fast_path/progress.h" nogil:
         pyhvd_histogram execution
         pyhvd_histogram waits
 
+    ctypedef struct pyhvd_ending:
+        void* done
+        const char* error
+
     ctypedef struct pyhvd_call:
         uint64_t started
+        pyhvd_ending ending
         int state
         uint32_t set
         int grouped
@@ -404,6 +409,7 @@ cdef extern from "fast_path/progress.h" nogil:
         int alike
         int64_t marked_ns
         void* owner
+        bint retired
 
     ctypedef struct pyhvd_cached_tensor:
         pyhvd_call* call
@@ -445,6 +451,7 @@ cdef extern from "fast_path/progress.h" nogil:
         pyhvd_submissions submissions
         pyhvd_progress progress
         pyhvd_background background
+        uint32_t has_messages
         pyhvd_counters counters
 
     int64_t pyhvd_now()
@@ -455,6 +462,8 @@ cdef extern from "fast_path/progress.h" nogil:
     int pyhvd_fast_path_hold(pyhvd_fast_path* path, pyhvd_call* call)
     int pyhvd_fast_path_withdraw(pyhvd_fast_path* path, pyhvd_call* call)
     int pyhvd_fast_path_take(pyhvd_fast_path* path, pyhvd_call* call)
+    void pyhvd_set_word(uint32_t* word, bint value)
+    uint32_t pyhvd_read_word(uint32_t* word)
     void pyhvd_fast_path_settle(pyhvd_fast_path* path, pyhvd_call* call)
     void pyhvd_fast_path_ring(pyhvd_fast_path* path)
     int pyhvd_fast_path_flush(pyhvd_fast_path* path, bint all, int64_t now)

@@ -204,6 +204,18 @@ def start(
 def start_move(
     verb: int, form: int, tensors: Any, term: Any, name: str | None, process_set: Any
 ) -> Handle: ...
+def c_functions() -> object: ...
+def call_id(
+    verb: int,
+    form: int,
+    tensors: Any,
+    term: Any,
+    name: str,
+    op: Any,
+    prescale: float,
+    postscale: float,
+    process_set: Any,
+) -> int | None: ...
 
 class Handle:
     @property
@@ -236,6 +248,7 @@ class Sampler:
 
 class FastPath:
     paused: bool
+    has_messages: bool
     slots: int
     partial: bool
     def __init__(
@@ -271,6 +284,7 @@ class FastPath:
     ) -> None: ...
     def know_arena(self, start: int, nbytes: int) -> None: ...
     def open_set(self, set_id: int, window: Window, arenas: Sequence[int]) -> None: ...
+    def retire_set(self, set_id: int) -> None: ...
     def close_set(self, set_id: int) -> None: ...
     def has_set(self, set_id: int) -> bool: ...
     def install(

@@ -43,6 +43,7 @@ ROUNDS = {
     "path-aborts": 15,
     "hosts": 200,
     "agreements": 600,
+    "ids": 1500,
 }
 SCENARIOS = [(scenario, ranks, ROUNDS[scenario]) for ranks in (2, 3, MANY) for scenario in ROUNDS]
 
@@ -63,6 +64,7 @@ BROKEN = [
     ("ready_table.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "table"),
     ("progress.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "paths"),
     ("progress.c", "lock, 0, memory_order_release", "lock, 0, memory_order_relaxed", "paths"),
+    ("call_ids.c", "state, 1, memory_order_release", "state, 1, memory_order_relaxed", "ids"),
     ("agreement.c", "written, at, memory_order_release", "written, at, memory_order_relaxed", "agreements"),
     ("agreement.c", "receiving, 0, memory_order_release", "receiving, 0, memory_order_relaxed", "agreements"),
 ]

@@ -84,6 +84,7 @@ void play_aborts(const terms *t);
 void play_hosts(const terms *t);
 void play_table(const terms *t);
 void play_calls(const terms *t);
+void play_ids(const terms *t);
 void play_paths(const terms *t);
 void play_path_aborts(const terms *t);
 void play_agreements(const terms *t);

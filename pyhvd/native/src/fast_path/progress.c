@@ -26,6 +26,8 @@
 #define LIST_LOOK_NS 20000000
 #define RESULTS_NS 10000000000 /* for which memory of results is kept that nobody uses */
 
+_Thread_local int pyhvd_must_not_wait;
+
 /* ---- set-up ---- */
 
 int pyhvd_fast_path_init(pyhvd_fast_path *path) {
@@ -420,13 +422,23 @@ static void count_batch(pyhvd_fast_path *path) {
     if (p->ready_ns) pyhvd_observe(&counters->execution, (uint64_t)(pyhvd_now() - p->ready_ns), 1);
 }
 
+/* Tell the C code that has submitted a call. */
+static void tell_submitter(pyhvd_ending ending) {
+    pyhvd_must_not_wait++;
+    ending.done(ending.context, ending.error);
+    pyhvd_must_not_wait--;
+}
+
 /* End n tensors of a call. When the call's last tensor has ended, its arrays may be freed. */
 static void end_tensors(pyhvd_fast_path *path, pyhvd_call *call, uint32_t n) {
     if (atomic_fetch_sub_explicit(&call->unfinished, n, memory_order_acq_rel) != n) return;
+    /* Read before `finished` is stored: then the call may be submitted again. */
+    pyhvd_ending ending = call->ending;
     uint64_t turn = atomic_fetch_add_explicit(&call->finished, 1, memory_order_release) + 1;
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&call->notify_turn, memory_order_relaxed) >= turn)
         wake_background(path, PYHVD_WAKE_DONE);
+    if (ending.done) tell_submitter(ending);
 }
 
 /* End the tensors of the batch. */
@@ -780,7 +792,7 @@ uint32_t pyhvd_fast_path_sleep(pyhvd_fast_path *path, int64_t ns) {
     if (awaits_list && (ns < 0 || ns > LIST_LOOK_NS)) ns = LIST_LOOK_NS;
     int64_t until = pyhvd_after(ns);
     if (!path->background.short_turns) pyhvd_take_short_turns();
-    path->background.short_turns = 1;
+    path->background.short_turns = pyhvd_must_not_wait = 1;
     for (;;) {
         uint32_t reasons = atomic_exchange_explicit(&rank_state_of(path)->wake_reasons, 0,
                                                     memory_order_acquire);

@@ -69,6 +69,14 @@ enum {
     PYHVD_CLOSED = 5,  /* the path is closed */
 };
 
+/* The function that learns of the end of a turn which C code has submitted (call_ids.h), else NULL.
+ * Written by the submitter before the turn begins; `error` by the thread that ends a taken call. */
+typedef struct {
+    void (*done)(void *context, const char *error);
+    void *context;
+    const char *error; /* NULL: none */
+} pyhvd_ending;
+
 typedef struct pyhvd_call pyhvd_call;
 struct pyhvd_call {
     _Atomic uint64_t finished;
@@ -76,6 +84,7 @@ struct pyhvd_call {
     _Atomic uint32_t unfinished; /* tensors of this turn that have not ended */
     /* wake the background thread when this turn ends; never decreases */
     _Atomic uint64_t notify_turn;
+    pyhvd_ending ending;
     int state;
     uint32_t set;
     int grouped;
@@ -88,6 +97,7 @@ struct pyhvd_call {
     int alike;         /* PYHVD_UNKNOWN and so on; the progress lock holder's */
     int64_t marked_ns; /* stored before the marks, read after the log's entry */
     void *owner;       /* the Python object */
+    int retired;       /* under the mutex: it is submitted no more */
     pyhvd_call *next_refused;
 };
 
@@ -191,6 +201,8 @@ typedef struct {
     /* 1 + the set whose window was aborted, 1 + PYHVD_MAX_SETS if another host is lost, or 0; stored
      * before the wake-up */
     _Atomic uint32_t aborted;
+    /* whether the queue has entries or refusals, of any names; see call_ids.h */
+    _Atomic uint32_t has_messages;
     pyhvd_counters counters;
 } pyhvd_fast_path;
 
@@ -226,6 +238,15 @@ static inline int pyhvd_fast_path_hold(pyhvd_fast_path *path, pyhvd_call *call) 
     return 1;
 }
 
+/* Set or read a word of the path that other threads look at. */
+static inline void pyhvd_set_word(_Atomic uint32_t *word, int value) {
+    atomic_store_explicit(word, value != 0, memory_order_release);
+}
+
+static inline uint32_t pyhvd_read_word(_Atomic uint32_t *word) {
+    return atomic_load_explicit(word, memory_order_acquire);
+}
+
 /* Under the mutex: undo `hold`, unless the call was marked meanwhile; return 1 if it is no longer
  * in flight. */
 int pyhvd_fast_path_withdraw(pyhvd_fast_path *path, pyhvd_call *call);
@@ -255,6 +276,10 @@ static inline void pyhvd_fast_path_ring(pyhvd_fast_path *path) {
 int pyhvd_fast_path_flush(pyhvd_fast_path *path, int all, int64_t now);
 
 /* ---- waiting ---- */
+
+/* Whether this thread ends calls, and so must not wait for one: a background thread, or a thread
+ * inside the `done` function of an ending. */
+extern _Thread_local int pyhvd_must_not_wait;
 
 /* Flush, and wait until the call has finished a turn, with the progress lock if it is free. Return
  * PYHVD_DONE, PYHVD_LATE at `now` + `ns`, or PYHVD_CLOSED. */
