@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 GENERATED = pyhvd/_fusion.c pyhvd/native/shared_memory.c
 NATIVE = setup.py $(wildcard pyhvd/*.pyx pyhvd/native/*.px[di] pyhvd/native/*.pyx pyhvd/native/src/*/*.[ch] pyhvd/native/include/*.h)
 C_ROOT = pyhvd/native/src
-C_SOURCES = $(wildcard $(C_ROOT)/*/*.[ch] pyhvd/native/include/*.h tests/faults/races/*.[ch] tests/ranks/c_callers/*.c)
+C_SOURCES = $(wildcard $(C_ROOT)/*/*.[ch] pyhvd/native/include/*.h tests/faults/races/*.[ch] tests/c_sources/*.c)
 SOURCES = $(NATIVE) $(shell find pyhvd -name '*.py')
 
 # The extension is built inside the source tree, once per interpreter: one generated C source serves all builds,

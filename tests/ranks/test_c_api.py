@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,141 +19,44 @@ import pyhvd as hvd
 from pyhvd.api import c_api
 from pyhvd.dtypes import Code
 from pyhvd.testing import run_ranks
+from tests.c_callers import (
+    BY_PYTHON,
+    INVALID,
+    PENDING,
+    STALE,
+    SUBMITTED,
+    WAITS,
+    WARNINGS,
+    Callers,
+    compile_callers,
+    compile_library,
+    id_of,
+    table,
+)
 from tests.waiting import wait_until
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-SUBMITTED, BY_PYTHON, STALE, INVALID, PENDING, NOT_HERE = 0, 1, 2, 3, 4, 5
-WAITS = 1
-LONG_NS = 20_000_000_000
-WARNINGS = ["-Wall", "-Wextra", "-pedantic", "-Werror"]
-
-
-def table() -> int:
-    """Return the address of the table of functions."""
-    read = ctypes.pythonapi.PyCapsule_GetPointer
-    read.restype, read.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return int(read(c_api.capsule(), b"pyhvd.c_api"))
-
-
-class Layout(ctypes.Structure):
-    """``pyhvd_tensor_layout``."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("n", ctypes.c_uint32),
-        ("type", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("in_arena", ctypes.c_int32),
-        ("dims", ctypes.c_int64 * 32),
-        ("source_bytes", ctypes.c_int64),
-        ("target_bytes", ctypes.c_int64),
-    ]
-
-
-def _compile(source: Path, folder: Path) -> Path:
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc")
-    made = folder / f"{source.stem}.so"
-    include = f"-I{c_api.include_dir()}"
-    flags = ["-std=c99", "-D_GNU_SOURCE", "-O2", "-fPIC", "-shared", "-pthread", *WARNINGS]
-    subprocess.run(["gcc", *flags, include, str(source), "-o", str(made)], check=True)
-    return made
-
-
-class Callers:
-    """The functions of callers.c."""
-
-    def __init__(self, library: Path) -> None:
-        self.c = ctypes.CDLL(str(library))
-        self.api = ctypes.c_void_p(table())
-        self.c.begin.restype = ctypes.c_void_p
-        self.c.error_of.restype = ctypes.c_char_p
-        self.c.generation.restype = ctypes.c_uint64
-
-    def begin(
-        self, call_id: int, sources: Sequence[Any], targets: Sequence[Any], flags: int = 0
-    ) -> tuple[int, int | None]:
-        """Submit arrays; return the status and the outcome to come."""
-        status = ctypes.c_int(-1)
-        many = ctypes.c_void_p * max(len(sources), 1)
-        outcome = self.c.begin(
-            self.api,
-            ctypes.c_uint64(call_id),
-            len(sources) or 1,
-            many(*(each.ctypes.data for each in sources)),
-            many(*(each.ctypes.data for each in targets)),
-            flags,
-            ctypes.byref(status),
-        )
-        if status.value:
-            assert self.c.await_end(ctypes.c_void_p(outcome), 0, 0) == 0
-            return status.value, None
-        return status.value, outcome
-
-    def end(self, outcome: int | None, *, helps: bool = True) -> str:
-        """Wait until the done function was called, once; return its error."""
-        at = ctypes.c_void_p(outcome)
-        assert self.c.await_end(at, ctypes.c_int64(LONG_NS), int(helps)) == 1
-        assert self.c.waited_in_done(at) == NOT_HERE
-        return str(self.c.error_of(at).decode())
-
-    def run(self, call_id: int, sources: Sequence[Any], targets: Sequence[Any], flags: int = WAITS) -> str:
-        """Submit arrays, now or soon, and wait; return the error."""
-        status, outcome = BY_PYTHON, None
-        while status == BY_PYTHON:  # calls of other names may be going by message
-            status, outcome = self.begin(call_id, sources, targets, flags)
-        assert status == SUBMITTED
-        return self.end(outcome)
-
-    def repeat(self, call_id: int, turns: int, waits: bool, took: Any = None) -> int:
-        """Submit a number many times from a thread of C; return 0 if all was right."""
-        at = ctypes.c_void_p(None if took is None else took.ctypes.data)
-        where = (hvd.rank(), hvd.size(), int(waits), at)
-        return int(self.c.repeat(self.api, ctypes.c_uint64(call_id), turns, *where))
-
-    def wait(self, call_id: int, ns: int = 0) -> int:
-        return int(self.c.wait_for(self.api, ctypes.c_uint64(call_id), ctypes.c_int64(ns)))
-
-    def generation(self) -> int:
-        return int(self.c.generation(self.api))
-
-    def describe(self, call_id: int, k: int) -> tuple[int, Layout]:
-        layout = Layout()
-        return int(self.c.describe(self.api, ctypes.c_uint64(call_id), k, ctypes.byref(layout))), layout
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def callers(tmp_path_factory: pytest.TempPathFactory) -> Callers:
-    return Callers(_compile(HERE / "c_callers" / "callers.c", tmp_path_factory.mktemp("callers")))
+    return compile_callers(tmp_path_factory.mktemp("callers"))
 
 
-def _on(size: int, function: Any, *args: Any, **more: Any) -> list[Any]:
-    knobs = {"fast_lane": True, "dynamic_process_sets": True, **more}
-    return run_ranks(size, function, *args, timeout=60, knobs=knobs)
+def _on(size: int, function: Any, hosts: list[int] | None = None) -> list[Any]:
+    knobs = {"fast_lane": True, "dynamic_process_sets": True}
+    return run_ranks(size, function, timeout=60, knobs=knobs, hosts=hosts)
 
 
-def _id_of(verb: str, tensors: Any, name: str, **terms: Any) -> int:
-    """Submit a call in Python until it has an id."""
-    for _ in range(3):
-        getattr(hvd, verb)(tensors, name=name, **terms)
-    hvd.barrier()
-    found = None
-    deadline = time.monotonic() + 10
-    while found is None and time.monotonic() < deadline:
-        found = c_api.call_id(verb, tensors, name, **terms)
-    assert found is not None, f"{verb} is not remembered"
-    return found
-
-
+@pytest.mark.parametrize("hosts", [None, [0, 1]], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "callback"])
-def test_a_c_thread_submits_a_thousand_times(callers: Callers, waits: bool) -> None:
+def test_a_c_thread_submits_a_thousand_times(callers: Callers, waits: bool, hosts: list[int] | None) -> None:
     def body() -> None:
-        number = _id_of("allreduce", np.ones(1, np.float32), "x", op=hvd.Sum)
+        number = id_of("allreduce", np.ones(1, np.float32), "x", op=hvd.Sum)
         assert callers.repeat(number, 1000, waits) == 0
         assert hvd.allreduce(np.ones(1, np.float32), name="x", op=hvd.Sum) == hvd.size()
 
-    _on(2, body)
+    _on(2, body, hosts)
 
 
 def test_a_grouped_call_takes_its_tensors_in_the_order_of_python(callers: Callers) -> None:
@@ -164,7 +66,7 @@ def test_a_grouped_call_takes_its_tensors_in_the_order_of_python(callers: Caller
         tensors = [np.full(n, rank, kind) for n, kind in zip(lengths, "fdfi", strict=True)]
         # The last tensor gets its cache slot first, so slots have another order.
         hvd.allreduce(tensors[3], name="g_4of4", op=hvd.Sum)
-        number = _id_of("grouped_allreduce", tensors, "g", op=hvd.Sum)
+        number = id_of("grouped_allreduce", tensors, "g", op=hvd.Sum)
         for turn in range(20):
             sources = [np.full_like(each, rank + turn + k) for k, each in enumerate(tensors)]
             targets = [np.zeros_like(each) for each in tensors]
@@ -180,7 +82,7 @@ def test_a_grouped_call_takes_its_tensors_in_the_order_of_python(callers: Caller
 def test_the_layouts_are_told(callers: Callers) -> None:
     def body() -> None:
         pair = [np.ones((3, 2), np.float32), np.ones((), np.int64)]
-        number = _id_of("grouped_allreduce", pair, "g", op=hvd.Sum)
+        number = id_of("grouped_allreduce", pair, "g", op=hvd.Sum)
         status, first = callers.describe(number, 0)
         assert (status, first.n, first.type, first.ndim, first.dims[:2]) == (0, 2, Code.FLOAT32, 2, [3, 2])
         assert (first.source_bytes, first.target_bytes, first.in_arena) == (24, 24, 0)
@@ -197,21 +99,21 @@ def test_other_verbs(callers: Callers) -> None:
     def body() -> None:
         rank, size = hvd.rank(), hvd.size()
         x = np.arange(4.0) + rank
-        number = _id_of("broadcast", x, "b", root_rank=1)
+        number = id_of("broadcast", x, "b", root_rank=1)
         into = np.zeros(4)
         assert callers.run(number, [x], [into]) == ""
         assert into.tolist() == [1, 2, 3, 4]
         assert c_api.call_id("broadcast", x, "b", root_rank=0) is None
-        number = _id_of("allgather", x, "a")
+        number = id_of("allgather", x, "a")
         rows = np.zeros(4 * size)
         assert callers.describe(number, 0)[1].target_bytes == rows.nbytes
         assert callers.run(number, [x], [rows]) == ""
         assert rows.tolist() == [k + q for q in range(size) for k in range(4)]
-        number = _id_of("reducescatter", x, "r", op=hvd.Sum)
+        number = id_of("reducescatter", x, "r", op=hvd.Sum)
         part = np.zeros(4 // size)
         assert callers.run(number, [x], [part]) == ""
         assert part.tolist() == [size * k + 1 for k in range(4)][rank * 2 :][:2]
-        number = _id_of("alltoall", x, "t")
+        number = id_of("alltoall", x, "t")
         assert callers.run(number, [x], [into]) == ""
         assert into.tolist() == [rank * 2 + k + q for q in range(2) for k in range(2)]
 
@@ -222,7 +124,7 @@ def test_only_the_same_call_has_the_id() -> None:
     def body() -> None:
         x = np.ones(3, np.float32)
         assert c_api.call_id("allreduce", x, "x") is None
-        number = _id_of("allreduce", x, "x")
+        number = id_of("allreduce", x, "x")
         assert c_api.call_id("allreduce", np.empty(3, np.float32), "x", op=hvd.Average) == number
         assert c_api.call_id("allreduce", x, "x", op=hvd.Sum) is None
         assert c_api.call_id("allreduce", x, "x", prescale_factor=2.0) is None
@@ -239,12 +141,7 @@ def test_only_the_same_call_has_the_id() -> None:
 
 
 def test_ranks_have_ids_of_their_own(callers: Callers) -> None:
-    def body() -> int:
-        number = _id_of("allreduce", np.ones(1), "x")
-        hvd.barrier()
-        return number
-
-    found = _on(2, body)
+    found = _on(2, lambda: id_of("allreduce", np.ones(1), "x"))
     assert len(set(found)) == 2
     assert [callers.wait(each) for each in found] == [STALE] * 2
 
@@ -252,7 +149,7 @@ def test_ranks_have_ids_of_their_own(callers: Callers) -> None:
 def test_a_call_in_flight_is_not_submitted_again(callers: Callers) -> None:
     def body() -> None:
         x, y = np.ones(1, np.float32), np.zeros(1, np.float32)
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
         gate.wait()
         if hvd.rank():
             gate.wait()
@@ -277,7 +174,7 @@ def test_a_call_in_flight_is_not_submitted_again(callers: Callers) -> None:
 def test_the_background_thread_ends_a_call_that_nobody_waits_for(callers: Callers) -> None:
     def body() -> None:
         x, y = np.ones(1, np.float32), np.zeros(1, np.float32)
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
         time.sleep(0.3)  # the background threads sleep
         for _ in range(3):
             status, outcome = callers.begin(number, [x], [y])
@@ -291,7 +188,7 @@ def test_the_background_thread_ends_a_call_that_nobody_waits_for(callers: Caller
 def test_one_rank_submits_in_c_and_one_in_python(callers: Callers) -> None:
     def body() -> None:
         x, y = np.ones(3, np.float32), np.zeros(3, np.float32)
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
         for turn in range(60):
             if (hvd.rank() + turn) % 2:
                 assert callers.run(number, [x], [y]) == ""
@@ -304,7 +201,7 @@ def test_one_rank_submits_in_c_and_one_in_python(callers: Callers) -> None:
 
 def test_python_and_c_submit_other_names_at_once(callers: Callers) -> None:
     def body() -> None:
-        number = _id_of("allreduce", np.ones(1, np.float32), "x", op=hvd.Sum)
+        number = id_of("allreduce", np.ones(1, np.float32), "x", op=hvd.Sum)
         wrong: list[int] = []
         where = (hvd.rank(), hvd.size(), 1, None)
         thread = threading.Thread(
@@ -326,7 +223,7 @@ def test_a_taken_call_ends_by_message(callers: Callers) -> None:
 
     def body() -> str:
         x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
         gate.wait()
         if hvd.rank():
             with pytest.raises(hvd.MismatchError) as caught:
@@ -347,6 +244,31 @@ def test_a_taken_call_ends_by_message(callers: Callers) -> None:
     assert texts[0] == texts[1]
 
 
+def test_a_refusal_has_the_text_of_python(callers: Callers) -> None:
+    def body() -> None:
+        x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
+        gate.wait()
+        if hvd.rank() == 2:
+            with pytest.raises(hvd.UnsupportedDtypeError):
+                hvd.allreduce(np.array([object()]), name="x", op=hvd.Sum)
+        elif hvd.rank() == 1:
+            with pytest.raises(hvd.RankFailedError) as caught:
+                hvd.allreduce(x, name="x", op=hvd.Sum)
+            texts.append(str(caught.value))
+        else:
+            status, outcome = callers.begin(number, [x], [y])
+            assert status == SUBMITTED
+            texts.append(callers.end(outcome))
+        hvd.barrier()
+
+    gate = threading.Barrier(3)
+    texts: list[str] = []
+    _on(3, body)
+    assert "rank 2" in texts[0]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("verb", ["allreduce", "broadcast", "allgather"])
 def test_a_taken_call_may_succeed(callers: Callers, verb: str) -> None:
     """The other rank submits by message, as it has another call of this name in its program."""
@@ -354,7 +276,7 @@ def test_a_taken_call_may_succeed(callers: Callers, verb: str) -> None:
     def body() -> None:
         x, y = np.arange(4.0), np.zeros(8 if verb == "allgather" else 4)
         terms = {"root_rank": 0} if verb == "broadcast" else {}
-        number = _id_of(verb, x, "x", **terms)
+        number = id_of(verb, x, "x", **terms)
         gate.wait()
         if hvd.rank():
             # A name that is in flight by message turns the fast path's submissions of this name away.
@@ -377,7 +299,7 @@ def test_a_taken_call_may_succeed(callers: Callers, verb: str) -> None:
 def test_rows_that_change_are_an_error_in_c(callers: Callers) -> None:
     def body() -> None:
         x, y = np.ones((2, 3)), np.zeros((4, 3))
-        number = _id_of("allgather", x, "x")
+        number = id_of("allgather", x, "x")
         gate.wait()
         if hvd.rank():
             assert hvd.allgather(np.ones((5, 3)), name="x").shape == (7, 3)
@@ -392,8 +314,8 @@ def test_rows_that_change_are_an_error_in_c(callers: Callers) -> None:
 def test_a_call_of_another_shape_retires_the_id(callers: Callers) -> None:
     def body() -> None:
         x = np.ones(4, np.float32)
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
-        other = _id_of("allreduce", np.ones(5, np.float32), "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
+        other = id_of("allreduce", np.ones(5, np.float32), "x", op=hvd.Sum)
         assert other != number
         assert callers.begin(number, [x], [x])[0] == STALE
         assert callers.wait(number) == STALE
@@ -430,13 +352,13 @@ def test_ids_end_with_the_generation(callers: Callers) -> None:
         x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
         before = callers.generation()
         hvd.init()
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
         hvd.shutdown()
         assert callers.generation() > before
         assert callers.begin(number, [x], [y])[0] == STALE
         hvd.init()
         assert callers.begin(number, [x], [y])[0] == STALE
-        again = _id_of("allreduce", x, "x", op=hvd.Sum)
+        again = id_of("allreduce", x, "x", op=hvd.Sum)
         assert again != number
         assert callers.begin(number, [x], [y])[0] == STALE
         assert callers.run(again, [x], [y]) == ""
@@ -458,7 +380,7 @@ def test_a_call_in_flight_at_the_end_gets_the_error(callers: Callers) -> None:
 
     def body() -> None:
         x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
         if hvd.rank():
             gate.wait()
             return
@@ -478,7 +400,7 @@ def test_a_call_in_flight_at_the_end_gets_the_error(callers: Callers) -> None:
 def test_join_turns_submissions_away(callers: Callers) -> None:
     def body() -> None:
         x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
         if hvd.rank():
             wait_until(lambda: statuses and statuses[-1] == BY_PYTHON)
             # The other rank has joined, and contributes zeros.
@@ -504,7 +426,7 @@ def test_join_turns_submissions_away(callers: Callers) -> None:
 def test_a_forked_child_is_refused(callers: Callers) -> None:
     def body() -> None:
         x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
-        number = _id_of("allreduce", x, "x", op=hvd.Sum)
+        number = id_of("allreduce", x, "x", op=hvd.Sum)
         if hvd.rank() == 0:
             before = callers.generation()
             child = os.fork()
@@ -558,3 +480,22 @@ def test_the_types_are_those_of_python() -> None:
     text = (Path(c_api.include_dir()) / "pyhvd.h").read_text()
     found = {name: int(code) for name, code in re.findall(r"PYHVD_TYPE_(\w+) = (\d+)", text)}
     assert found == {code.name: code.value for code in Code}
+
+
+def test_the_example_of_the_docs_works(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "internals.md").read_text()
+    (block,) = re.findall(r"^```c\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "average.c").write_text(block)
+    average = ctypes.CDLL(str(compile_library(tmp_path / "average.c", tmp_path, "c11"))).average
+
+    def body() -> None:
+        x = np.ones(100, np.float32)
+        number = id_of("allreduce", x, "x")
+        text = ctypes.create_string_buffer(100)
+        for turn in range(100):
+            x[:] = hvd.rank() + turn
+            where = (ctypes.c_void_p(x.ctypes.data), text, ctypes.c_size_t(100))
+            assert average(ctypes.c_void_p(table()), ctypes.c_uint64(number), *where) == 0
+            assert x.tolist() == [turn + 0.5] * 100
+
+    _on(2, body)

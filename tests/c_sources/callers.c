@@ -1,5 +1,5 @@
 /* C code that uses pyhvd.h, as an adapter would; built apart from pyhvd, and driven by
- * tests/ranks/test_c_api.py through ctypes, which releases the GIL. */
+ * tests/c_callers.py through ctypes, which releases the GIL. */
 #include <pyhvd.h>
 
 #include <pthread.h>
