@@ -23,6 +23,7 @@ from pyhvd.native.shared_memory import (
     GROUPED,
     REDUCESCATTER,
     c_functions,
+    error_of,
 )
 
 _VERBS = {
@@ -47,6 +48,14 @@ def capsule() -> object:
     capsule nor the GIL afterwards.
     """
     return c_functions()
+
+
+def exception(text: str) -> BaseException | None:
+    """Return the exception that a ``done`` function got as this text: a new object; None if it is not known.
+
+    pyhvd keeps the last 64 errors of calls that C code has submitted, of all ranks of this process.
+    """
+    return error_of(text)
 
 
 def call_id(

@@ -35,6 +35,15 @@ cdef extern from "fast_path/call_ids.h" nogil:
 cdef object _ids_lock = threading.Lock()
 cdef dict _ids = {}  # {id: CachedCall}; they live until no C thread uses them
 cdef dict _stale_ids = {}  # likewise, of ids that are stale
+cdef object _errors = collections.deque(maxlen=64)  # (text, error) of the last calls that failed
+
+
+def error_of(text):
+    """Return a new object of the last error that C code got as this text; None: it is not known."""
+    for known, error in reversed(list(_errors)):
+        if known == text:
+            return copy_error(error)
+    return None
 
 
 def c_functions():
@@ -201,11 +210,13 @@ cdef int settle_for_c(CachedCall call, Py_ssize_t k, result, error) except -1:
                 PyArray_DATA(<PyArray*><PyObject*>made), tensor.result_bytes
             )
         else:
-            error = (
+            error = HorovodInternalError(
                 f"{tensor.request.name!r}: the result has {made.nbytes} bytes, but the C code that submitted"
                 f" it gave memory for {tensor.result_bytes}: another rank has changed its number of rows"
             )
     if error is not None and call.error_text is None:
-        call.error_text = str(error).replace("\0", "").encode("utf-8", "replace")
+        text = str(error).replace("\0", "")
+        _errors.append((text, copy_error(error)))
+        call.error_text = text.encode("utf-8", "replace")
         call.c.ending.error = <const char*>call.error_text
     return 0

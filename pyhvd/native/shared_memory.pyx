@@ -11,6 +11,7 @@ codes, but not MPI.
    and no Python code runs under it.
 """
 
+import collections
 import logging
 import os
 import threading
@@ -26,7 +27,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from pyhvd.errors import copy_error
+from pyhvd.errors import HorovodInternalError, copy_error
 
 cnp.import_array()
 

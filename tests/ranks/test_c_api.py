@@ -267,6 +267,10 @@ def test_a_refusal_has_the_text_of_python(callers: Callers) -> None:
     _on(3, body)
     assert "rank 2" in texts[0]
     assert texts[0] == texts[1]
+    error = c_api.exception(texts[0])
+    assert type(error) is hvd.RankFailedError
+    assert str(error) == texts[0]
+    assert c_api.exception("another text") is None
 
 
 @pytest.mark.parametrize("verb", ["allreduce", "broadcast", "allgather"])

@@ -48,6 +48,7 @@ typedef uint64_t pyhvd_call_id;
  * context  as it was given to submit().
  * error    NULL after a success. Otherwise the text of the Python exception that the call would have
  *          raised, in UTF-8; it is valid until the function returns.
+ *          pyhvd.api.c_api.exception(text) returns the exception itself.
  *
  * Thread: any thread of this process that makes progress for the rank, which includes threads that
  * wait in Python or in wait(), or the rank's background thread. The function may be called before
