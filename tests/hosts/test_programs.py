@@ -10,6 +10,7 @@ import pyhvd as hvd
 from tests import thinning
 from tests.hosts.jobs import HostsJob
 from tests.hosts.programs import run_program
+from tests.ranks.verb_programs import run_program as run_verb_program
 
 SEEDS = 4 if thinning.full else 2
 WAYS = {
@@ -30,6 +31,18 @@ def run_programs(seeds: Sequence[int], shape: Sequence[int]) -> None:
                 for name, digest in run_program(seed, shape).items():
                     assert found.setdefault(name, digest) == digest, f"{way}: other bits of {name}"
                 hvd.shutdown()
+
+
+def run_verb_programs(seeds: Sequence[int]) -> None:
+    hvd.init()
+    for seed in seeds:
+        run_verb_program(seed, 6, hvd.size())
+    hvd.shutdown()
+
+
+def test_programs_of_all_verbs(job: HostsJob) -> None:
+    env = {"PYHVD_DYNAMIC_PROCESS_SETS": "1", "PYHVD_FAST_LANE": "1"}
+    job.run(run_verb_programs, timeout=240, env=env, seeds=list(range(30 if thinning.full else 5)))
 
 
 def test_programs(job: HostsJob) -> None:

@@ -75,7 +75,7 @@ static void note_chunks(pyhvd_job_cursor *c, int rank) {
 static int is_readable(const pyhvd_job_cursor *c) {
     const pyhvd_local_move *m = c->local;
     const pyhvd_part *first = m->sources, *last = m->sources + m->source_count - 1;
-    int64_t at[2] = {c->source + first->address, c->source + last->address + last->bytes - 1};
+    const int64_t at[2] = {c->source + first->address, c->source + last->address + last->bytes - 1};
     uint8_t byte;
     for (int k = 0; k < 2; k++)
         if (!pyhvd_read_process((int32_t)getpid(), &byte, (uint64_t)at[k], 1)) return 0;

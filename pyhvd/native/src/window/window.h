@@ -7,7 +7,7 @@
  * Counters. They only grow.
  *   packed   chunks that the owner has copied into its slots; a rank that has nothing for the others
  *            leaves chunks out
- *   reduced  chunks for which the owner no longer needs any other rank's slot
+ *   reduced  chunks for which the owner no longer needs any other rank's slot, or source
  *   flats    flat operations for which the owner has written its part
  *   taken    over several hosts: chunks whose results the owner has copied out
  *
