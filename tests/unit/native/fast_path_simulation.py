@@ -173,6 +173,11 @@ class FakeFastPath:
         units = {id(u): u for (each, _), u in self.units.items() if each == set_id and u.in_flight()}
         return list(units.values())
 
+    def retire_set(self, set_id: int) -> None:
+        for (each, _), unit in self.units.items():
+            if each == set_id:
+                unit.retired = True
+
     def close_set(self, set_id: int) -> None:
         self.sets.discard(set_id)
         for table in (self.units, self.parts):
