@@ -382,6 +382,11 @@ class Worker:
         """Take over a tensor that this rank has submitted without a message."""
         self._in_flight[set_id, request.name] = request
 
+    @property
+    def seen(self) -> int:
+        """Number of the last response list that this rank has processed."""
+        return self._seen
+
     def request_of(self, set_id: int, slot: int) -> Request:
         """Return this rank's request of a cache slot."""
         return self._caches[set_id][slot]

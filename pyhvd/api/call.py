@@ -32,6 +32,7 @@ from pyhvd.devices.pending import PendingArray, taken
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.engine import context
+from pyhvd.engine.turns import learn
 from pyhvd.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -86,6 +87,7 @@ class Call:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(self.context.topology.rank)
         given = str(name) if isinstance(name, OwnName) else checked_name(name, kind)
+        self._is_unnamed = not given
         self.name = given or self.context.next_name(self.set_id, prefix)
         self.kind = kind
         self._group = self.name if grouped else ""
@@ -177,6 +179,9 @@ class Call:
         site = calling_site()
         for index, entry in enumerate(entries):
             entry.done, entry.site = partial(handle.complete, index), site
+        if self._is_unnamed and (path := self.context.fast_path) is not None:
+            entry = entries[0]
+            learn(path, self.set_id, entry.request, entry.splits, self.rank, self.ranks)
         if before_end is not None:
             entries[-1].done = partial(_complete_after, before_end, entries[-1].done)
         runtime.submit(entries)

@@ -326,6 +326,10 @@ class Context:
         A call that is rejected because of its process set gets no number, and that rank's order is lost: give
         tensors names.
         """
+        if prefix == UNNAMED and self.fast_path is not None:
+            number = self.fast_path.next_number(process_set)
+            if number >= 0:
+                return f"{prefix}.{number}"
         return self.keep_name(process_set, prefix, None)[0]
 
     def keep_name(self, process_set: int, prefix: str, kept: tuple[str, Counts] | None) -> tuple[str, Counts]:
@@ -398,13 +402,15 @@ class Context:
 
         A join needs this: some ranks have called more often than others, and none of those calls is left.
         """
-        for set_id in list(self._counts):
+        for set_id in {*self._counts, *self.process_sets}:
             self._restart(set_id)
 
     def _restart(self, set_id: int) -> None:
         with self._lock:
             if (counts := self._counts.pop(set_id, None)) is not None:
                 counts.restarted = True
+        if self.fast_path is not None:
+            self.fast_path.restart_numbers(set_id)
 
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""

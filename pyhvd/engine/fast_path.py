@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from pyhvd.arrays import view_at
 from pyhvd.backends.host import HostBackend
@@ -200,7 +201,8 @@ class FastPathAdapter:
         if isinstance(backend, ShmBackend) and self.path.serves(set_id, ranks):
             self.path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts
-            self.path.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
+            arenas = [starts[rank] for rank in ranks if starts]
+            self.path.open_set(set_id, backend.window, arenas, self._worker.seen)
             self._host_places.pop(set_id, None)
             if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
                 order = [ranks.index(rank) for each in self._fabric.hosts for rank in each if rank in ranks]
@@ -231,9 +233,10 @@ class FastPathAdapter:
 
         1. Calls that the ready table refused go by message first.
         2. A tensor that this rank rejected is frozen: its next call must not match the others' current call.
-        3. On several hosts the coordinator does not see the marks of slots that a message recalls: the ranks
-           submit these tensors again. So a refusal waits for the calls that it concerns, and whatever the
-           rank submits later to that set waits behind it. A join waits for all calls of all sets.
+        3. On several hosts, and in turn slots, the coordinator does not take over the marks of slots that it
+           recalls: the ranks submit these tensors again. So a refusal waits for the calls that it concerns,
+           and whatever the rank submits later to that set waits behind it. A join waits for all such calls of
+           all sets. A refused call without a name has a number of its own, and concerns no earlier call.
         """
         if fresh:
             self.path.mark_ready()
@@ -242,7 +245,7 @@ class FastPathAdapter:
             _, entries = self._entries(call)
             self._queue.adopt(entries)
             first += [(entry.process_set, entry.request) for entry in entries]
-        fresh = self._hold_back(fresh) if self.across else fresh
+        fresh = self._hold_back(fresh)
         for set_id, request in fresh:
             if request.error and self.path.has_set(set_id):
                 for slot in self._worker.slots_of(set_id, request.name):
@@ -272,8 +275,9 @@ class FastPathAdapter:
     def _open_calls(self, set_id: int, request: Request) -> list[CachedCall]:
         """Return the calls in flight that may yet go by message, and that a join or a refusal concerns."""
         if _is_join(request):
-            return [call for call in self.path.in_flight() if call.is_open()]
-        if not request.error or not self.path.has_set(set_id):
+            calls = [call for call in self.path.in_flight() if self.across or call.has_turn]
+            return [call for call in calls if call.is_open()]
+        if not self.across or not request.error or not self.path.has_set(set_id):
             return []
         names = (request.name, request.group) if request.group else (request.name,)
         slots = {slot for name in names for slot in self._worker.slots_of(set_id, name)}
@@ -391,6 +395,8 @@ class FastPathAdapter:
                 self._meter.failed(type(error).__name__)
             call.settle(k, result, error)
 
+        if call.has_turn:
+            tensors = [(replace(request, name=call.name), *others) for request, *others in tensors]
         return posted > 0, [
             TensorEntry(
                 call.set_id,
@@ -400,6 +406,7 @@ class FastPathAdapter:
                 partial(done, k),
                 splits,
                 posted,
+                call.site,
             )
             for k, (request, source, target, splits) in enumerate(tensors)
         ]

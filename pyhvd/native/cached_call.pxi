@@ -195,7 +195,6 @@ cdef class CachedCall:
     cdef pyhvd_call c
     cdef ArrayLayout* layouts
     cdef FastPath path
-    cdef readonly str name
     cdef readonly int set_id
     cdef readonly bint grouped
     cdef readonly list tensors
@@ -204,12 +203,15 @@ cdef class CachedCall:
     cdef object handle
     cdef uint64_t id  # for C code outside of pyhvd; 0: none. Under _ids_lock
     cdef bytes error_text  # of a call that C code has submitted, once Python has taken it
+    # Of a signature's: what it stands for, and where to submit it.
+    cdef Signature signature
+    cdef Turns turns
+    cdef readonly object site  # of a turn slot's call: where the program made it, as TensorEntry.site
 
     def __cinit__(self, FastPath path, int set_id, str name, bint grouped, list tensors):
         cdef Py_ssize_t n = len(tensors)
         self.path = path
         self.set_id = set_id
-        self.name = name
         self.grouped = grouped
         self.tensors = tensors
         self.first = tensors[0]
@@ -254,6 +256,8 @@ cdef class CachedCall:
             layout.unscaled = tensor.verb == ALLREDUCE and tensor.prescale == 1.0
             self.c.slots.ids[index] = tensor.slot
             self.c.slots.versions[index] = tensor.version
+            if tensor.slot == NO_SLOT:
+                return 0
             cached = &self.path.c.setup.sets[self.set_id].tensors[tensor.slot]
             cached.call = &self.c
             cached.index = <uint32_t>index
@@ -265,7 +269,7 @@ cdef class CachedCall:
         """Leave no pointer to this call in the slots that no other call has taken."""
         cdef pyhvd_cached_tensor* tensors
         cdef uint32_t k
-        if self.path is None or self.c.slots.ids == NULL:
+        if self.path is None or self.c.slots.ids == NULL or self.c.slots.ids[0] == NO_SLOT:
             return
         pthread_mutex_lock(&self.path.c.submissions.mutex)
         tensors = self.path.c.setup.sets[self.set_id].tensors
@@ -335,6 +339,16 @@ cdef class CachedCall:
             address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
             return result
         return (<TensorType>_tensor_types[type(<object>tensor)]).empty_like(cached, tensor, address)
+
+    @property
+    def name(self):
+        """Name of the tensor or the grouped call; while a turn slot's call is in flight, with its number."""
+        return f"{self.key[1]}.{self.c.number}" if self.c.signature else self.key[1]
+
+    @property
+    def has_turn(self):
+        """Whether it is a turn slot's, and so has no name of its own."""
+        return self.c.signature != 0
 
     def in_flight(self):
         """Return whether it was submitted and has not ended."""
@@ -437,6 +451,8 @@ cdef class CachedCall:
 
     cdef Handle hold(self, object source, object target, const int64_t* addresses, int form):
         """Submit it, with n addresses to read from and n to write to, by slot; None: it is in flight."""
+        if self.signature is not None:
+            return self.turns.hold(self.signature, source, target, addresses, form)
         cdef FastPath path = self.path
         cdef Handle handle = Handle.__new__(Handle)
         cdef Handle before = None

@@ -14,7 +14,7 @@ os.register_at_fork(after_in_child=_count_generation)
 
 def ready_table_bytes(int size, uint32_t slots, Agreement agreement=None):
     """Return the bytes of a ready table for ``size`` ranks, with ``slots`` per process set."""
-    return _table_bytes(size, slots) + (
+    return _table_bytes(size, slots + TURNS * (agreement is None)) + (
         0 if agreement is None else pyhvd_agreement_bytes(&agreement.c, slots)
     )
 
@@ -31,13 +31,19 @@ cdef class PathSet:
     cdef dict groups  # {(name of a grouped call, size): CachedCall}
     cdef dict tensors  # {slot: CachedTensor}
     cdef dict incomplete  # {(name of a grouped call, size): {name of a tensor: CachedTensor}}
+    cdef Turns turns  # calls without a name; None: all go by message
 
-    def __cinit__(self, Window window):
+    def __cinit__(self, Window window, Turns turns):
         self.window = window
+        self.turns = turns
         self.calls = {}
         self.groups = {}
         self.tensors = {}
         self.incomplete = {}
+
+    cdef list every_call(self):
+        """Return all calls that may be in flight."""
+        return [*list(self.calls.values()), *([] if self.turns is None else self.turns.calls)]
 
     cdef int enter(self, FastPath path, int set_id, CachedTensor tensor) except -1:
         """Make the call of a tensor; of a grouped call, once all of its tensors are there."""
@@ -108,7 +114,9 @@ cdef class FastPath(ReadyTableEnd):
         self, uintptr_t base, memory, int rank, int size, uint32_t slots, size_t threshold, bint groups_alone,
         double cycle, code_of, Agreement agreement=None, bint delegates=True
     ):
-        pyhvd_ready_table_attach(&self.c.setup.table, <void*>base, rank, size, slots)
+        cdef int has_turns = agreement is None
+        pyhvd_ready_table_attach(&self.c.setup.table, <void*>base, rank, size, slots + TURNS * has_turns)
+        self.c.setup.table.has_turns = has_turns
         self.delegates = delegates
         self.ranks = list(range(size))
         if agreement is not None:
@@ -191,18 +199,26 @@ cdef class FastPath(ReadyTableEnd):
         self.arena_from = <int64_t>start
         self.arena_to = <int64_t>(start + nbytes)
 
-    def open_set(self, int set_id, Window window, arenas):
-        """Serve a process set's calls through its window, given its ranks' arenas (addresses)."""
+    def open_set(self, int set_id, Window window, arenas, uint64_t version=0):
+        """Serve a process set's calls through its window, given its ranks' arenas (addresses).
+
+        ``version`` is the number of the response list that made the set; 0: it was there from the start.
+        """
+        cdef Turns turns = None
         for q, start in enumerate(arenas):
             window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
         if not pyhvd_fast_path_open(&self.c, <uint32_t>set_id, &window.window):
             raise MemoryError
-        self.sets[set_id] = PathSet(window)
+        if self.c.setup.table.has_turns:
+            turns = Turns(self, set_id, version)
+        self.sets[set_id] = PathSet(window, turns)
 
     def retire_set(self, int set_id):
         """Let the calls of a process set be submitted no more."""
         for call in (<PathSet>self.sets[set_id]).calls.values():
             (<CachedCall>call).retire()
+        if (<PathSet>self.sets[set_id]).turns is not None:
+            (<PathSet>self.sets[set_id]).turns.close()
 
     def close_set(self, int set_id):
         """Forget a process set. Its calls were retired and taken."""
@@ -286,6 +302,45 @@ cdef class FastPath(ReadyTableEnd):
             del served.groups[key]
         return call if call.in_flight() else None
 
+    # -- calls without a name --------------------------------------------------------------------------
+
+    def next_number(self, int set_id):
+        """Return the number of a set's next unnamed call, which goes by message; -1: count elsewhere."""
+        cdef PathSet served = self.get_set(set_id)
+        return -1 if served is None or served.turns is None else served.turns.take_number()
+
+    def restart_numbers(self, int set_id):
+        """Number a set's calls without a name from 0 again; none is in flight on any rank."""
+        cdef PathSet served = self.get_set(set_id)
+        if served is not None and served.turns is not None:
+            served.turns.restart()
+
+    def learn(self, int set_id, request, uint64_t digest, int op, double postscale, plan):
+        """Remember a call without a name.
+
+        Parameters
+        ----------
+        set_id : int
+            The process set.
+        request : Request
+            This rank's own, with an empty name.
+        digest : int
+            Of the request; equal only if all ranks' requests are.
+        op, postscale, plan
+            As for :meth:`install`, if all ranks make the same call.
+        """
+        cdef PathSet served = self.get_set(set_id)
+        if served is not None and served.turns is not None and len(request.shape) <= 32:
+            served.turns.learn(request, digest, op, postscale, plan)
+
+    def request_of(self, int set_id, uint32_t signature):
+        """Return this rank's request of a signature, with an empty name; None if it was forgotten."""
+        cdef PathSet served = self.get_set(set_id)
+        cdef Signature found = None
+        if served is not None and served.turns is not None:
+            found = served.turns.by_id.get(signature)
+        return None if found is None else found.like.first.request
+
     # -- calls in flight -------------------------------------------------------------------------------
 
     def requests(self, int set_id, uint32_t slot, bint alone):
@@ -315,7 +370,7 @@ cdef class FastPath(ReadyTableEnd):
         for each in range(SETS) if set_id is None else [set_id]:
             served = self.get_set(each)
             if served is not None:
-                calls.update((id(call), call) for call in list(served.calls.values()) if call.in_flight())
+                calls.update((id(call), call) for call in served.every_call() if call.in_flight())
         return list(calls.values())
 
     def refused(self):
@@ -393,6 +448,9 @@ cdef class FastPath(ReadyTableEnd):
             for tensor in (<PathSet>served).tensors.values():
                 if tensor.call is not None:
                     (<CachedCall>tensor.call).handle = None
+            if (<PathSet>served).turns is not None:
+                for call in (<PathSet>served).turns.calls:
+                    (<CachedCall>call).handle = None
 
     def _run_callbacks(self):
         with self.callbacks_lock:

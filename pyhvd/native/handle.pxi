@@ -12,6 +12,7 @@ cdef class Handle:
     cdef object __weakref__
     cdef CachedCall call
     cdef uint64_t turn
+    cdef uint64_t place  # 1 + the number of a call without a name; else 0
     cdef bint ended
     cdef bint seen
     cdef bint pairs  # whether each result of an allgather comes with the rows from each rank
@@ -25,7 +26,7 @@ cdef class Handle:
     @property
     def name(self):
         """Name of the tensor, or of the grouped call."""
-        return self.call.name
+        return f"{_UNNAMED}.{self.place - 1}" if self.place else self.call.name
 
     def done(self):
         """Return whether the collective has ended, with a result or an error. Never blocks.
@@ -136,7 +137,7 @@ cdef class Handle:
 
     def __del__(self):
         if self.error is not None and not self.seen:
-            _log.warning("the error of %r was never read; call result(): %s", self.call.name, self.error)
+            _log.warning("the error of %r was never read; call result(): %s", self.name, self.error)
 
     cdef bint _look(self) except -1:
         if not pyhvd_call_finished(&self.call.c, self.turn):

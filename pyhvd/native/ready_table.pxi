@@ -26,7 +26,12 @@ cdef class ReadyTableEnd:
     @property
     def slots(self):
         """Cache slots per process set that may be delegated."""
-        return self.c.setup.table.slots if self.delegates else 0
+        return self.c.setup.table.slots - self.turns if self.delegates else 0
+
+    @property
+    def turns(self):
+        """Turn slots per process set; they come after the cache slots."""
+        return TURNS if self.c.setup.table.has_turns else 0
 
     def serves(self, int set_id, ranks):
         """Return whether the ranks of a process set can agree in the table."""
@@ -65,6 +70,16 @@ cdef class ReadyTableEnd:
             return
         with nogil:
             pyhvd_ready_table_delegate(&self.c.setup.table, <uint32_t>set_id, slot, version)
+
+    def delegate_turns(self, int set_id, uint64_t bits, uint64_t version):
+        """Let the ranks of a set, which list ``version`` made, mark these turn slots."""
+        with nogil:
+            pyhvd_ready_table_delegate_turns(&self.c.setup.table, <uint32_t>set_id, bits, version)
+
+    def recall_turns(self, int set_id, uint64_t bits):
+        """Take turn slots back; the ranks that had marked them submit their calls by message."""
+        with nogil:
+            pyhvd_ready_table_recall_turns(&self.c.setup.table, <uint32_t>set_id, bits)
 
     def recall(self, int set_id, bits):
         """Take slots (a bit vector) back; return, by rank, which of them were marked.

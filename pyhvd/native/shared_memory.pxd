@@ -313,6 +313,7 @@ cdef extern from "agreement/ready_table.h" nogil:
         SETS "PYHVD_MAX_SETS"
         MAX_SLOTS "PYHVD_MAX_SLOTS"
         OTHER_HOST "PYHVD_OTHER_HOST"
+        TURNS "PYHVD_TURNS"
 
     ctypedef struct pyhvd_ranks:
         uint64_t ranks[4]
@@ -329,6 +330,7 @@ cdef extern from "agreement/ready_table.h" nogil:
         int size
         uint32_t slots
         uint32_t words
+        int has_turns
         pyhvd_shared_table* shared
         pyhvd_agreement* agreement
 
@@ -336,6 +338,7 @@ cdef extern from "agreement/ready_table.h" nogil:
         uint32_t n
         uint32_t* ids
         uint64_t* versions
+        uint64_t digest
 
     size_t pyhvd_ready_table_bytes(int size, uint32_t slots)
     void pyhvd_slot_list_renew(pyhvd_slot_list* slots, uint32_t k, uint64_t version)
@@ -348,6 +351,10 @@ cdef extern from "agreement/ready_table.h" nogil:
     void pyhvd_ready_table_freeze(pyhvd_ready_table* t, uint32_t set, uint32_t slot)
     int pyhvd_ready_table_lock(pyhvd_ready_table* t, int64_t ns)
     void pyhvd_ready_table_recall(pyhvd_ready_table* t, uint32_t set, const uint64_t* bits, uint64_t* marked)
+    void pyhvd_ready_table_delegate_turns(
+        pyhvd_ready_table* t, uint32_t set, uint64_t bits, uint64_t version
+    )
+    void pyhvd_ready_table_recall_turns(pyhvd_ready_table* t, uint32_t set, uint64_t bits)
     void pyhvd_ready_table_read(pyhvd_ready_table* t, uint32_t set, uint64_t* marked, uint64_t* used)
     void pyhvd_ready_table_wake(pyhvd_ready_table* t, int rank, uint32_t reasons)
     uint64_t pyhvd_ready_table_position(const pyhvd_ready_table* t)
@@ -408,6 +415,8 @@ cdef extern from "fast_path/progress.h" nogil:
         int64_t* starts
         int alike
         int64_t marked_ns
+        uint64_t number
+        uint32_t signature
         void* owner
         bint retired
 

@@ -77,7 +77,12 @@ def start(int form, tensors, average, name, op, prescale, postscale, process_set
     """
     cdef object handle = None
     cdef CachedCall call = None
-    if average is None:
+    if name is None and average is None and not form & GROUPED:
+        handle = submit_turn(
+            REDUCESCATTER if form & SCATTERS else ALLREDUCE, form, tensors, None, op, prescale, postscale,
+            process_set,
+        )
+    elif average is None:
         call = find_call(REDUCESCATTER if form & SCATTERS else ALLREDUCE, form, tensors, name, process_set)
     if call is not None and call.first.same_terms(op, prescale, postscale):
         handle = submit_cached(call, tensors, form)
@@ -108,7 +113,11 @@ def start_move(int verb, int form, tensors, term, name, process_set):
         The call's handle.
     """
     cdef object handle = None
-    cdef CachedCall call = find_call(verb, form, tensors, name, process_set)
+    cdef CachedCall call = None
+    if name is None and not form & GROUPED:
+        handle = submit_turn(verb, form, tensors, term, None, None, None, process_set)
+    else:
+        call = find_call(verb, form, tensors, name, process_set)
     if call is not None and call.first.same_term(term):
         handle = submit_cached(call, tensors, form)
     if handle is None:
@@ -116,14 +125,11 @@ def start_move(int verb, int form, tensors, term, name, process_set):
     return handle
 
 
-cdef CachedCall find_call(int verb, int form, object tensors, object name, object process_set):
-    """Return the cached call of these arguments; None if the call must go by message."""
+cdef PathSet find_set(object process_set):
+    """Return the caller's process set if the fast path serves it now, else None."""
     cdef FastPathHolder holder = _process_holder if _rank_threads == 0 else _current_holder()
     cdef FastPath path = holder.get()
     cdef object set_id = 0
-    cdef bint grouped = form & GROUPED
-    cdef PathSet served
-    cdef CachedCall call = None
     if path is None:
         return None
     if process_set is not _global_set:
@@ -132,12 +138,17 @@ cdef CachedCall find_call(int verb, int form, object tensors, object name, objec
         set_id = process_set.process_set_id
     if path.paused or path.closed or path.generation != _generation:
         return None
-    if (type(name) is not str and type(name) is not _own_name) or type(set_id) is not int:
+    if type(set_id) is not int or not 0 <= set_id < SETS:
         return None
-    if not 0 <= set_id < SETS:
-        return None
-    served = <PathSet>path.sets[set_id]
-    if served is None:
+    return <PathSet>path.sets[set_id]
+
+
+cdef CachedCall find_call(int verb, int form, object tensors, object name, object process_set):
+    """Return the cached call of these arguments; None if the call must go by message."""
+    cdef PathSet served = find_set(process_set)
+    cdef bint grouped = form & GROUPED
+    cdef CachedCall call = None
+    if served is None or (type(name) is not str and type(name) is not _own_name):
         return None
     if not grouped:
         call = <CachedCall>served.calls.get(name)
@@ -147,7 +158,7 @@ cdef CachedCall find_call(int verb, int form, object tensors, object name, objec
         return None
     if call.first.own_name != (type(name) is _own_name):
         return None
-    if (path.entries or path.refusals) and not path.is_free(call):
+    if (call.path.entries or call.path.refusals) and not call.path.is_free(call):
         return None
     return call
 

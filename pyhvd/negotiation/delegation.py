@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pyhvd.negotiation.messages import HOST, Request, RequestType, iter_bits
 from pyhvd.negotiation.response_cache import SlotTable
+from pyhvd.negotiation.turn_slots import TurnSlots, TurnTable
 
 _DELEGATED = frozenset(
     (
@@ -29,10 +30,9 @@ def is_delegated(request: Request) -> bool:
     return request.type in _DELEGATED and request.device == HOST
 
 
-class ReadyTable(Protocol):
+class ReadyTable(TurnTable, Protocol):
     """Where ranks mark cached tensors ready; see :mod:`pyhvd.native`. Bit vectors of slots are ints."""
 
-    slots: int
     partial: bool
     """Whether ``look`` knows the marks of other hosts only where all their ranks have marked a slot."""
 
@@ -68,15 +68,24 @@ class Delegation:
         What its slots mean.
     ready_table : ReadyTable
         A table that serves this process set.
+    version : int
+        Number of the response list that made the set.
 
     Attributes
     ----------
     delegated : int
-        Bit vector of the delegated slots.
+        Bit vector of the delegated cache slots.
+    turns : TurnSlots
+        The slots of calls without a name.
     """
 
     def __init__(
-        self, set_id: int, ranks: tuple[int, ...], cache: SlotTable, ready_table: ReadyTable
+        self,
+        set_id: int,
+        ranks: tuple[int, ...],
+        cache: SlotTable,
+        ready_table: ReadyTable,
+        version: int = 0,
     ) -> None:
         self.delegated = 0
         self._set_id = set_id
@@ -85,6 +94,7 @@ class Delegation:
         self._first_seen: dict[int, float] = {}
         if not ready_table.partial:  # else each rank does, at the place of the set's creation in the order
             ready_table.open_ready_set(set_id, ranks)
+        self.turns = TurnSlots(set_id, version, ready_table)
 
     def delegate(self, slot: int) -> None:
         """Delegate a slot if the ranks can agree on its tensor by themselves."""
@@ -113,9 +123,13 @@ class Delegation:
 
     def look(self, now: float) -> dict[int, int]:
         """Return the marked slots by rank; note since when they are marked, and which slots are in use."""
-        if not self.delegated:
+        if not (self.delegated or self.turns.delegated):
             return {}
         marked, used = self._ready_table.look(self._set_id)
+        first_turn, turns = self._ready_table.slots, 0
+        for bits in marked.values():
+            turns |= bits >> first_turn
+        self.turns.note(turns, used >> first_turn, now)
         # With several hosts, the ready table may not know yet that a slot was recalled.
         used &= self.delegated
         marked = {rank: bits & self.delegated for rank, bits in marked.items() if bits & self.delegated}

@@ -250,8 +250,9 @@ class MessageTable:
         self._group_ready: dict[Group, set[str]] = {}
         self._failed = FailedCalls()
         self._delegation: Delegation | None = None
+        self._first_turn = 0 if ready_table is None else ready_table.slots
         if ready_table is not None and ready_table.serves(set_id, ranks):
-            self._delegation = Delegation(set_id, ranks, self.cache, ready_table)
+            self._delegation = Delegation(set_id, ranks, self.cache, ready_table, version)
         self._stragglers = stragglers if len(ranks) > 1 else None
         self._responses: list[Response] = []
         self._answered_slots = 0
@@ -340,7 +341,11 @@ class MessageTable:
         Of the calls of one group name only those of one size are delegated, so that a mismatch is found here.
         """
         answered, self._answered_slots = self._answered_slots, 0
-        if self._delegation is None or not answered:
+        if self._delegation is None:
+            return
+        if not (self.joined or self._failed.by_key):
+            self._delegation.turns.delegate(self._open_names())
+        if not answered:
             return
         self.recall(self.cache.rivals(answered & ~self._delegation.delegated))
         for slot in iter_bits(answered & ~self._delegation.delegated & ~self._hits.anyone()):
@@ -397,7 +402,14 @@ class MessageTable:
                 waiting.append((self.cache[slot].name, since, holders, self.members & ~holders))
             # The ranks then submit by message, and the next look finds all of them.
             self.recall(self._delegation.overdue(now))
+            self._delegation.turns.recall(self._delegation.turns.overdue(now))
         return sorted((each for each in waiting if each[3]), key=lambda each: each[1])
+
+    def _open_names(self) -> Iterator[str]:
+        """Yield the names of all tensors and groups in the table."""
+        yield from self._entries
+        for name, _ in self._groups:
+            yield name
 
     def _is_untouched(self, request: Request) -> bool:
         """Return whether no join, no failure and no full request concerns a tensor."""
@@ -412,9 +424,13 @@ class MessageTable:
     def recall(self, slots: int = -1) -> None:
         """Take slots back from the ready table; -1: all slots.
 
-        A message concerns their tensors, or their ranks shall submit them by message.
+        A message concerns their tensors, or their ranks shall submit them by message. The turn slots come
+        after the cache slots.
         """
-        if self._delegation is None or not slots & self._delegation.delegated:
+        if self._delegation is None:
+            return
+        self._delegation.turns.recall(slots >> self._first_turn)
+        if not slots & self._delegation.delegated:
             return
         for rank, marked in self._delegation.recall(slots).items():
             for slot in iter_bits(marked):
@@ -427,6 +443,8 @@ class MessageTable:
         if request.group:
             slots |= self.cache.group_bits((request.group, 0))
         self.recall(slots)
+        if self._delegation is not None:
+            self._delegation.turns.recall_for(request.group or request.name)
 
     def _make_room(self, name: str) -> None:
         """Recall the slot that a new tensor would get, and prefer one that is neither marked nor recent."""

@@ -173,7 +173,7 @@ class CoordinatorTable:
     """
 
     def __init__(self, table: HostTable, slots: int, *, partial: bool) -> None:
-        self.slots = slots
+        self.slots, self.turns = slots, 0
         self.partial = partial
         self._table = table
         self._recalled = 0
@@ -203,6 +203,12 @@ class CoordinatorTable:
         for slot in iter_bits(bits):
             self._table.delegated.pop(slot, None)
         return marked
+
+    def delegate_turns(self, set_id: int, bits: int, version: int) -> None:
+        """Do nothing: simulated calls have names."""
+
+    def recall_turns(self, set_id: int, bits: int) -> None:
+        """Do nothing, likewise."""
 
     def look(self, set_id: int) -> tuple[dict[int, int], int]:  # noqa: ARG002
         """Return the marks of host 0 by rank, and the slots that were used since the last look."""

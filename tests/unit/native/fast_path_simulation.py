@@ -52,6 +52,7 @@ class FakeReadyTable:
     """The ready table: delegated slots, marks, and the ready log."""
 
     slots = 64
+    turns = 0
 
     def __init__(self) -> None:
         self.members: dict[int, Ranks] = {}
@@ -84,6 +85,12 @@ class FakeReadyTable:
                 for rank in self.posted.pop((set_id, slot), ()):
                     by_rank[rank] = by_rank.get(rank, 0) | 1 << slot
         return by_rank
+
+    def delegate_turns(self, set_id: int, bits: int, version: int) -> None:
+        raise AssertionError
+
+    def recall_turns(self, set_id: int, bits: int) -> None:
+        raise AssertionError
 
     def look(self, set_id: int) -> tuple[dict[int, int], int]:
         by_rank: dict[int, int] = {}
@@ -125,6 +132,8 @@ class FakeCall:
     state: str = "idle"
     left: int = 0
     retired: bool = False
+    has_turn = False
+    site = None
 
     def in_flight(self) -> bool:
         return self.left > 0
@@ -169,8 +178,9 @@ class FakeFastPath:
         unit = self.units.get((set_id, name))
         return unit if unit is not None and unit.in_flight() else None
 
-    def in_flight(self, set_id: int) -> list[FakeCall]:
-        units = {id(u): u for (each, _), u in self.units.items() if each == set_id and u.in_flight()}
+    def in_flight(self, set_id: int | None = None) -> list[FakeCall]:
+        every = self.units.items()
+        units = {id(u): u for (each, _), u in every if set_id in (None, each) and u.in_flight()}
         return list(units.values())
 
     def retire_set(self, set_id: int) -> None:

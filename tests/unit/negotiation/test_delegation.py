@@ -11,6 +11,7 @@ class LateTable:
     """The ready table of a host that is one of several: it does not know of the recall yet."""
 
     slots = 64
+    turns = 0
     partial = True
 
     def __init__(self) -> None:
@@ -28,6 +29,12 @@ class LateTable:
 
     def recall(self, set_id: int, bits: int) -> dict[int, int]:
         return {}
+
+    def delegate_turns(self, set_id: int, bits: int, version: int) -> None:
+        raise AssertionError
+
+    def recall_turns(self, set_id: int, bits: int) -> None:
+        raise AssertionError
 
     def look(self, set_id: int) -> tuple[dict[int, int], int]:
         return self.marked, self.used

@@ -33,12 +33,19 @@ static size_t lay_out(pyhvd_ready_table *t, uintptr_t base) {
     t->versions = (uint64_t *)(base + place(&bytes, 64 * words, sizeof *t->versions));
     t->ready = (pyhvd_ready_word *)(base + place(&bytes, marks, sizeof *t->ready));
     t->recalled = (_Atomic uint64_t *)(base + place(&bytes, marks, sizeof *t->recalled));
+    t->digests = (uint64_t *)(base + place(&bytes, (size_t)t->size * PYHVD_MAX_SETS * PYHVD_TURNS,
+                                           sizeof *t->digests));
     return bytes;
 }
 
 size_t pyhvd_ready_table_bytes(int size, uint32_t slots) {
     pyhvd_ready_table t = {.size = size, .slots = slots, .words = slots / 64};
     return lay_out(&t, 0);
+}
+
+/* A rank's digests of a set's turn slots. */
+static uint64_t *digests_of(const pyhvd_ready_table *t, uint32_t set, uint32_t rank) {
+    return t->digests + ((size_t)rank * PYHVD_MAX_SETS + set) * PYHVD_TURNS;
 }
 
 static pyhvd_log_entry *entry_at(const pyhvd_ready_table *t, uint64_t position) {
@@ -291,9 +298,32 @@ static void match_range(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint
     pyhvd_ready_table_append(t, &content, &s->members, audience);
 }
 
+/* Under the lock: let no rank mark these turn slots; the ranks that had marked them submit their calls
+ * by message. */
+static void recall_turns(pyhvd_ready_table *t, uint32_t set, uint64_t bits) {
+    uint32_t word = t->words - 1;
+    t->delegated[pyhvd_words_of_set(t, set) + word] &= ~bits;
+    t->shared->sets[set].version++;
+    pyhvd_ready_table_clear_marks(t, set, word, word + 1, &bits, 1);
+}
+
+/* Recall the turn slots that the members have marked for different calls. */
+static void recall_unlike(pyhvd_ready_table *t, uint32_t set) {
+    const pyhvd_table_set *s = &t->shared->sets[set];
+    uint64_t unlike = 0;
+    for (uint64_t bits = complete_slots(t, set, t->words - 1); bits; bits &= bits - 1) {
+        int turn = __builtin_ctzll(bits);
+        uint64_t first = digests_of(t, set, s->ranks[0])[turn];
+        for (uint32_t k = 1; k < s->count; k++)
+            if (digests_of(t, set, s->ranks[k])[turn] != first) unlike |= (uint64_t)1 << turn;
+    }
+    if (unlike) recall_turns(t, set, unlike);
+}
+
 void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
                              int64_t now, pyhvd_ranks *audience) {
     uint64_t batch[PYHVD_RANGE_WORDS];
+    if (t->has_turns && to == t->words) recall_unlike(t, set);
     for (uint32_t w = from, first; w < to;) {
         while (w < to && !(batch[0] = complete_slots(t, set, w))) w++;
         if (w == to) return;
@@ -349,6 +379,8 @@ int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd
                                  int64_t now) {
     pyhvd_ready_word *mine = ready_of(t, set, (uint32_t)t->rank);
     if (!are_delegated(t, set, list)) return 0;
+    if (t->has_turns && list->ids[0] / 64 == t->words - 1)
+        digests_of(t, set, (uint32_t)t->rank)[list->ids[0] % 64] = list->digest;
     for (uint32_t k = 0; k < list->n;) {
         uint32_t word = list->ids[k] / 64;
         uint64_t bits = 0;
@@ -414,6 +446,22 @@ void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t
             theirs[w].bits &= ~bits[w];
         }
     }
+    pyhvd_ready_table_unlock(t, &NOBODY);
+}
+
+void pyhvd_ready_table_delegate_turns(pyhvd_ready_table *t, uint32_t set, uint64_t bits,
+                                      uint64_t version) {
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    uint64_t *versions = t->versions + pyhvd_slots_of_set(t, set) + t->slots - PYHVD_TURNS;
+    for (uint64_t left = bits; left; left &= left - 1) versions[__builtin_ctzll(left)] = version;
+    t->delegated[pyhvd_words_of_set(t, set) + t->words - 1] |= bits;
+    t->shared->sets[set].version++;
+    pyhvd_ready_table_unlock(t, &NOBODY);
+}
+
+void pyhvd_ready_table_recall_turns(pyhvd_ready_table *t, uint32_t set, uint64_t bits) {
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    recall_turns(t, set, bits);
     pyhvd_ready_table_unlock(t, &NOBODY);
 }
 

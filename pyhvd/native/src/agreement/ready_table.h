@@ -38,6 +38,16 @@
  *   7. A stopped rank (SIGSTOP, a debugger) may hold the lock. No thread waits for the lock while
  *      it holds the GIL or anything that the watchdog needs, nor after its rank's path was closed.
  *
+ * Turn slots
+ *   On one host the last word of a set has its turn slots. The n-th call without a name uses turn slot
+ *   n % PYHVD_TURNS. A rank publishes a digest of n and of its call with each mark.
+ *   1. Digests are written and read under the lock. A digest is valid while its mark is set.
+ *   2. Once all members have marked a turn slot, their digests are compared. If they are equal, the slot
+ *      is matched like any other. Otherwise the slot is no longer delegated, and its marks are recalled.
+ *   3. A recalled mark's rank submits its call by message. So the coordinator hears of every turn slot
+ *      that lost its delegation, and delegates the slot again after it has answered those messages.
+ *   4. The coordinator never takes a mark of a turn slot over: it does not know the call.
+ *
  * Wake-ups
  *   1. The holder of a rank's progress lock sleeps on `progress_bell`, with `progress_asleep` set.
  *   2. The background thread sleeps on `background_bell`, with `background_asleep` set.
@@ -62,6 +72,7 @@
 #define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
 #define PYHVD_PAYLOAD 2048    /* bytes of the values in a payload, at most; see payloads.h */
 #define PYHVD_PAYLOAD_SLOTS 16
+#define PYHVD_TURNS 64 /* turn slots of a set: the bits of one word */
 
 #define PYHVD_OTHER_HOST 0x40000000
 
@@ -167,6 +178,7 @@ typedef struct {
 typedef struct {
     int rank, size;
     uint32_t slots, words;
+    int has_turns; /* whether the last word of each set has turn slots; the same on all ranks */
     pyhvd_shared_table *shared;
     /* Arrays in shared memory: [sets][words] ... */
     uint64_t *delegated, *used; /* `used`: slots of batches since the coordinator last looked */
@@ -175,6 +187,7 @@ typedef struct {
     /* Likewise: slots whose marks were recalled, and which the rank submits by message. Set under the
      * lock, taken by the rank. A recalled mark's call stays in flight until then. */
     _Atomic uint64_t *recalled;
+    uint64_t *digests;          /* [ranks][sets][PYHVD_TURNS]: of the marks of turn slots */
     pyhvd_agreement *agreement; /* NULL: all ranks are on one host */
     /* of the fast path: once it is set, no thread waits for the lock */
     const _Atomic uint32_t *closed;
@@ -187,6 +200,7 @@ typedef struct {
     uint64_t *versions;
     /* the set's version when all were found delegated under `versions`; 0: check again */
     uint64_t checked;
+    uint64_t digest; /* of a turn slot: of this turn's call, and of its number */
 } pyhvd_slot_list;
 
 static inline void pyhvd_slot_list_renew(pyhvd_slot_list *list, uint32_t k, uint64_t version) {
@@ -218,6 +232,13 @@ void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slo
  * them. */
 void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits,
                               uint64_t *marked);
+
+/* Delegate the turn slots in `bits` under a version. */
+void pyhvd_ready_table_delegate_turns(pyhvd_ready_table *t, uint32_t set, uint64_t bits,
+                                      uint64_t version);
+
+/* Take back the turn slots in `bits`; the ranks that had marked them submit their calls by message. */
+void pyhvd_ready_table_recall_turns(pyhvd_ready_table *t, uint32_t set, uint64_t bits);
 
 /* Read all marks, [size][words], and the slots that were used since the last call. */
 void pyhvd_ready_table_read(pyhvd_ready_table *t, uint32_t set, uint64_t *marked, uint64_t *used);

@@ -107,6 +107,11 @@ static _Atomic uint64_t *recalled_of(const pyhvd_fast_path *path, uint32_t set) 
     return table->recalled + pyhvd_words_of_rank(table, (uint32_t)table->rank, set);
 }
 
+/* Whether marks may be recalled: those of turn slots, and with several hosts all. */
+static int may_be_recalled(const pyhvd_fast_path *path) {
+    return path->setup.table.agreement || path->setup.table.has_turns;
+}
+
 /* Forget which marks of this turn were recalled: a later turn must not be refused for them. */
 static void forget_recalled(const pyhvd_fast_path *path, const pyhvd_call *call) {
     for (uint32_t k = 0; k < call->slots.n; k++) {
@@ -121,7 +126,7 @@ int pyhvd_fast_path_take(pyhvd_fast_path *path, pyhvd_call *call) {
     int was = call->state;
     if (was == PYHVD_HELD) let_go(s, call);
     if (was == PYHVD_REFUSED) unrefuse(s, call);
-    if (was == PYHVD_MARKED && path->setup.table.agreement) forget_recalled(path, call);
+    if (was == PYHVD_MARKED && may_be_recalled(path)) forget_recalled(path, call);
     call->state = PYHVD_TAKEN;
     return was;
 }

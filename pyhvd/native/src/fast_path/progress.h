@@ -22,11 +22,13 @@
  *   HELD     flush, all its slots are delegated        MARKED   any          mutex and table
  *   HELD     flush, a slot is not delegated            REFUSED  any          mutex and table
  *   MARKED   its batch is carried out: finished + 1    IDLE     any          progress lock
- *   MARKED   its marks were recalled (several hosts)   REFUSED  background   mutex
+ *   MARKED   its marks were recalled                   REFUSED  background   mutex
  *   HELD     take: Python will end the call            TAKEN    background   mutex
  *   MARKED   take, after its slots were recalled       TAKEN    background   mutex
  *   REFUSED  take                                      TAKEN    background   mutex
  *   TAKEN    settle, once per tensor: finished + 1     IDLE     background   none
+ *
+ * Marks are recalled with several hosts, and in turn slots (agreement/ready_table.h).
  *
  * The field `state` is not written at the end of a turn: a call with finished == started is idle,
  * whatever it says.
@@ -96,14 +98,19 @@ struct pyhvd_call {
     int64_t *starts;
     int alike;         /* PYHVD_UNKNOWN and so on; the progress lock holder's */
     int64_t marked_ns; /* stored before the marks, read after the log's entry */
-    void *owner;       /* the Python object */
-    int retired;       /* under the mutex: it is submitted no more */
+    /* of a call without a name: its place in the order of the set's calls, and what it is, from 1 on;
+     * else 0. For the trace. */
+    uint64_t number;
+    uint32_t signature;
+    void *owner; /* the Python object */
+    int retired; /* under the mutex: it is submitted no more */
     pyhvd_call *next_refused;
 };
 
 /* The tensor that a slot of a process set stands for, on this rank. `call` is NULL after the call is
  * gone. It is used under the submissions' mutex, or by who holds the progress lock and has a log
- * entry with the slot: such a call is in flight. */
+ * entry with the slot: such a call is in flight. A turn slot's entry is written again, under the mutex,
+ * with each call that the slot is used for, before the call is held: then none is in flight there. */
 typedef struct {
     pyhvd_call *call;
     uint32_t index; /* of the tensor in the call */
@@ -234,7 +241,7 @@ static inline int pyhvd_fast_path_hold(pyhvd_fast_path *path, pyhvd_call *call) 
     atomic_fetch_add_explicit(&s->hold_count, 1, memory_order_relaxed);
     atomic_store_explicit(&s->held_count, n + 1, memory_order_release);
     pyhvd_trace_add(trace, PYHVD_SUBMITTED, pyhvd_trace_now(trace), call->set, call->slots.ids[0],
-                    0, 0);
+                    call->number, call->signature);
     return 1;
 }
 

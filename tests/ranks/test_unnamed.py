@@ -1,0 +1,253 @@
+"""Calls without a name on the fast path: the ranks match them by their order, and remember them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from pyhvd.testing import RanksFailed, run_ranks
+
+
+def _on(size: int, function: Callable[..., Any], *args: Any, **knobs: Any) -> list[Any]:
+    knobs = {"fast_lane": True, "dynamic_process_sets": True, **knobs}
+    return run_ranks(size, function, *args, timeout=60, knobs=knobs)
+
+
+def _start(n: int, value: float = 1.0, **how: Any) -> hvd.Handle:
+    return hvd.allreduce_async(np.full(n, value, np.float32), op=hvd.Sum, **how)
+
+
+def _is_fast(handle: hvd.Handle) -> bool:
+    return type(handle) is hvd.Handle
+
+
+def _learn(*sizes: int) -> None:
+    """Reduce tensors of these sizes once, so that the ranks remember them."""
+    for n in sizes:
+        _start(n).result()
+    hvd.barrier()
+
+
+@pytest.mark.parametrize("pattern", ["a", "abc", "abcdefg", "aababbc"])
+def test_loops_with_a_pattern_of_shapes_use_the_fast_path(pattern: str) -> None:
+    def body() -> None:
+        _learn(*(ord(each) for each in set(pattern) and sorted(set(pattern))))
+        for turn in range(150):
+            n = ord(pattern[turn % len(pattern)])
+            handle = _start(n, turn)
+            assert _is_fast(handle)
+            assert handle.name == f"noname.{len(set(pattern)) + turn}"
+            assert handle.result().tolist() == [2.0 * turn] * n
+
+    _on(2, body)
+
+
+def test_all_verbs_are_remembered() -> None:
+    def body() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        for turn in range(4):
+            x = np.arange(6, dtype=np.int64).reshape(6, 1) + 10 * rank + turn
+            every = [np.arange(6).reshape(6, 1) + 10 * q + turn for q in range(size)]
+            total = np.sum(every, axis=0)
+            target = x.copy()
+            handles = [
+                hvd.allreduce_async(x, op=hvd.Sum),
+                hvd.allreduce_async_(target, op=hvd.Sum),
+                hvd.allgather_async(x),
+                hvd.broadcast_async(x, 1),
+                hvd.alltoall_async(x),
+                hvd.alltoall_async(x, [1, 2, 3]),
+                hvd.reducescatter_async(x, op=hvd.Sum),
+            ]
+            assert [_is_fast(each) for each in handles] == [turn > 0 or k == 1 for k in range(7)], (
+                "the second is like the first"
+            )
+            got = [each.result() for each in handles]
+            assert got[1] is target
+            assert np.array_equal(got[0], total)
+            assert np.array_equal(target, total)
+            assert np.array_equal(got[2], np.concatenate(every))
+            assert np.array_equal(got[3], every[1])
+            assert np.array_equal(got[4][0], np.concatenate([e[2 * rank : 2 * rank + 2] for e in every]))
+            first = rank * (rank + 1) // 2
+            assert np.array_equal(got[5][0], np.concatenate([e[first : first + rank + 1] for e in every]))
+            assert np.array_equal(got[6], total[2 * rank : 2 * rank + 2])
+
+    _on(3, body)
+
+
+def test_more_calls_in_flight_than_turn_slots() -> None:
+    def body() -> None:
+        _learn(4)
+        for _ in range(5):
+            handles = [_start(4, k) for k in range(200)]
+            assert [each.result().tolist() for each in handles] == [[2.0 * k] * 4 for k in range(200)]
+        handle = _start(4)
+        assert _is_fast(handle), "the turn slots are delegated again"
+        handle.result()
+
+    _on(2, body)
+
+
+def test_a_mismatch_names_both_lines_and_the_number() -> None:
+    def body() -> None:
+        _learn(4, 5)
+        with pytest.raises(hvd.MismatchError, match=r"'noname\.2'") as caught:
+            _start(4 + hvd.rank()).result()
+        for value in caught.value.per_rank.values():
+            assert "test_unnamed.py:" in value.site
+            assert value.site.endswith(" in _start")
+        assert caught.value.per_rank.keys() == {0, 1}
+        _start(4).result()
+        handle = _start(4)
+        assert _is_fast(handle), "the turn slots are delegated again"
+        handle.result()
+
+    _on(2, body)
+
+
+def test_one_rank_goes_by_message_and_the_others_mark() -> None:
+    def body() -> None:
+        _learn(4)
+        for turn in range(100):
+            if hvd.rank() == turn % 3:  # an array that the fast path does not take
+                handle = hvd.allreduce_async(np.ones(8, np.float32)[::2], op=hvd.Sum)
+                assert not _is_fast(handle)
+            else:
+                handle = _start(4)
+            assert handle.result().tolist() == [3.0] * 4
+            assert _start(4).result().tolist() == [3.0] * 4
+
+    _on(3, body)
+
+
+def test_another_verb_is_a_mismatch() -> None:
+    def body() -> None:
+        _learn(4)
+        hvd.allgather(np.ones(4, np.float32))
+        handle = _start(4) if hvd.rank() else hvd.allgather_async(np.ones(4, np.float32))
+        with pytest.raises(hvd.MismatchError):
+            handle.result()
+        assert _start(4).result().tolist() == [2.0] * 4
+
+    _on(2, body)
+
+
+def test_rows_that_differ_are_gathered_by_message() -> None:
+    def body() -> None:
+        _learn(4)
+        for turn in range(70):
+            rows = 1 + (turn + hvd.rank()) % 2
+            got = hvd.allgather(np.full((rows, 1), hvd.rank(), np.int32))
+            assert got.ravel().tolist() == [0] * (1 + turn % 2) + [1] * (1 + (turn + 1) % 2)
+            assert _start(4).result().tolist() == [2.0] * 4
+
+    _on(2, body)
+
+
+def test_a_join_waits_for_calls_that_are_marked() -> None:
+    def body() -> None:
+        for _ in range(3):
+            _learn(4)
+            if hvd.rank() == 0:
+                handle = _start(4)  # the others submit it after this rank has told of its join
+                assert _is_fast(handle)
+                hvd.join()
+                assert handle.result().tolist() == [3.0] * 4
+            else:
+                assert _start(4).result().tolist() == [3.0] * 4
+                assert _start(4).result().tolist() == [2.0] * 4, "rank 0 has joined"
+                hvd.join()
+            handle = _start(4)
+            assert handle.name == "noname.0"
+            assert handle.result().tolist() == [3.0] * 4
+
+    _on(3, body)
+
+
+def test_process_sets_count_apart_and_come_again() -> None:
+    def body() -> None:
+        _learn(4)
+        for _ in range(3):
+            added = hvd.add_process_set([0, 1])
+            if hvd.rank() < 2:
+                for turn in range(5):
+                    handle = _start(4, process_set=added)
+                    assert handle.name == f"noname.{turn}"
+                    assert _is_fast(handle) == (turn > 0)
+                    assert handle.result().tolist() == [2.0] * 4
+            assert _start(4).result().tolist() == [3.0] * 4
+            hvd.remove_process_set(added)
+
+    _on(3, body)
+
+
+def test_a_removed_set_ends_its_calls() -> None:
+    def body() -> None:
+        added = hvd.add_process_set([0, 1])
+        if hvd.rank() < 2:
+            for _ in range(2):
+                _start(4, process_set=added).result()
+        handle = _start(4, process_set=added) if hvd.rank() == 0 else None
+        hvd.remove_process_set(added)
+        if handle is not None:
+            with pytest.raises(hvd.HorovodInternalError):
+                handle.result()
+
+    _on(3, body)
+
+
+def test_a_rank_that_refuses_its_call_tells_the_others() -> None:
+    def body() -> None:
+        _learn(4)
+        if hvd.rank() == 0:
+            with pytest.raises(hvd.UnsupportedDtypeError):
+                hvd.allreduce(np.array(["a"]))
+        else:
+            with pytest.raises(hvd.RankFailedError):
+                _start(4).result()
+        assert _start(4).result().tolist() == [2.0] * 4
+
+    _on(2, body)
+
+
+def test_a_stalled_call_is_named_with_its_number() -> None:
+    def body() -> None:
+        _learn(4)
+        if hvd.rank() == 0:
+            with pytest.raises(hvd.HorovodInternalError, match=r"noname\.1"):
+                _start(4).result()
+            raise ValueError("as expected")
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.allreduce(np.ones(1), name="another")
+
+    with pytest.raises(RanksFailed, match="as expected"):
+        _on(2, body, stall_check_time_seconds=0.2, stall_shutdown_time_seconds=1.0)
+
+
+def test_shutdown_ends_calls_in_flight() -> None:
+    def body() -> None:
+        _learn(4)
+        handle = _start(4) if hvd.rank() == 0 else None
+        hvd.shutdown()
+        if handle is not None:
+            with pytest.raises(hvd.HorovodInternalError):
+                handle.result()
+
+    _on(2, body)
+
+
+@pytest.mark.parametrize("knobs", [{"cache_capacity": 0}, {"fast_lane": False}, {"check": "results"}])
+def test_without_a_fast_path_they_go_by_message(knobs: dict[str, Any]) -> None:
+    def body() -> None:
+        for turn in range(3):
+            handle = _start(4)
+            assert not _is_fast(handle)
+            assert handle.name == f"noname.{turn}"
+            assert handle.result().tolist() == [2.0] * 4
+
+    _on(2, body, **knobs)
