@@ -199,7 +199,8 @@ class FastPathAdapter:
         if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
             backend.fabric.follow(self._fabric, self.path)
         if isinstance(backend, ShmBackend) and self.path.serves(set_id, ranks):
-            self.path.open_ready_set(set_id, ranks)
+            if self.across:  # on one host the coordinator has: again, it would wipe out delegated turn slots
+                self.path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts
             arenas = [starts[rank] for rank in ranks if starts]
             self.path.open_set(set_id, backend.window, arenas, self._worker.seen)
