@@ -343,8 +343,9 @@ class MessageTable:
         answered, self._answered_slots = self._answered_slots, 0
         if self._delegation is None:
             return
-        if not (self.joined or self._failed.by_key):
-            self._delegation.turns.delegate(self._open_names())
+        turns = self._delegation.turns
+        if turns.delegated != turns.every and not (self.joined or self._failed.by_key):
+            turns.delegate(self._open_names())
         if not answered:
             return
         self.recall(self.cache.rivals(answered & ~self._delegation.delegated))
@@ -429,7 +430,8 @@ class MessageTable:
         """
         if self._delegation is None:
             return
-        self._delegation.turns.recall(slots >> self._first_turn)
+        if turns := slots >> self._first_turn & self._delegation.turns.delegated:
+            self._delegation.turns.recall(turns)
         if not slots & self._delegation.delegated:
             return
         for rank, marked in self._delegation.recall(slots).items():
@@ -443,7 +445,7 @@ class MessageTable:
         if request.group:
             slots |= self.cache.group_bits((request.group, 0))
         self.recall(slots)
-        if self._delegation is not None:
+        if self._delegation is not None and request.name.startswith(UNNAMED):
             self._delegation.turns.recall_for(request.group or request.name)
 
     def _make_room(self, name: str) -> None:

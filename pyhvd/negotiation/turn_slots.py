@@ -86,6 +86,8 @@ class TurnSlots:
 
     Attributes
     ----------
+    every : int
+        Bit vector of all turn slots.
     delegated : int
         Bit vector of the turn slots that ranks may mark, as far as the coordinator has been told: a slot that
         the ranks have marked for different calls is taken back by the table, and then their messages come.
@@ -93,7 +95,7 @@ class TurnSlots:
 
     def __init__(self, set_id: int, version: int, table: TurnTable) -> None:
         self.delegated = 0
-        self._all = (1 << table.turns) - 1
+        self.every = (1 << table.turns) - 1
         self._set_id = set_id
         self._version = version
         self._table = table
@@ -102,7 +104,7 @@ class TurnSlots:
 
     def delegate(self, open_names: Iterable[str]) -> None:
         """Delegate all turn slots but those of calls that are open: the names of tensors and groups."""
-        bits = self._all & ~self.delegated
+        bits = self.every & ~self.delegated
         for name in open_names if bits else ():
             bits &= ~self._bit(name)
         if bits:
@@ -130,4 +132,4 @@ class TurnSlots:
 
     def _bit(self, name: str) -> int:
         number = number_of(name)
-        return 1 << number % self._all.bit_length() if number >= 0 and self._all else 0
+        return 1 << number % self.every.bit_length() if number >= 0 and self.every else 0
