@@ -115,10 +115,9 @@ def test_no_memory_for_a_remembered_output_on_one_rank(verb: str) -> None:
         want = call(rows, name=verb).nbytes
     limit_pool(0)  # or the result would get the memory of the last one
     gc.collect()  # or memory of an earlier test, which its error holds, may become free in between
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if is_last():
-        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), limits[1]))
+        _use_up_memory(want, limits[1])
     error = outcome(lambda: call(rows, name=verb))
     resource.setrlimit(resource.RLIMIT_AS, limits)
     expected = MemoryError if is_last() and verb in ("allreduce", "reducescatter") else hvd.RankFailedError
@@ -126,6 +125,18 @@ def test_no_memory_for_a_remembered_output_on_one_rank(verb: str) -> None:
     assert "emory" in repr(error)
     assert call(rows, name=verb).nbytes == want
     hvd.barrier()
+
+
+def _use_up_memory(nbytes: int, most: int) -> None:
+    """Limit this process so that it cannot allocate so many bytes."""
+    for _ in range(20):  # what other threads free meanwhile can be used again
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), most))
+        try:
+            np.empty(nbytes, np.uint8)
+        except MemoryError:
+            return
+    raise AssertionError(f"{nbytes} bytes can be allocated again and again")
 
 
 def _break_carrier(owner: type, verb: str, bad: int = 1) -> None:

@@ -157,14 +157,14 @@ def test_what_the_end_leaves_is_counted(knobs: dict[str, Any]) -> None:
     assert run_ranks(2, leave, knobs=knobs)[0] == {"ShutDownError": 1}
 
 
-def test_unnamed_tensors_always_miss() -> None:
+def test_a_call_without_a_name_misses_once() -> None:
     def unnamed() -> hvd.Metrics:
         for _ in range(4):
             hvd.allreduce(np.ones(4))
         return hvd.metrics()
 
     for seen in run_ranks(2, unnamed):
-        assert (seen.cache_hits, seen.cache_misses) == (0, 4)
+        assert (seen.cache_hits, seen.cache_misses) == (3, 1)
 
 
 def test_what_a_joined_rank_helps_with_is_not_its_own() -> None:

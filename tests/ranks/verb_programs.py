@@ -89,13 +89,18 @@ class Program:
     def draw(self, index: int, where: int | None = None, verbs: Sequence[str] = VERBS) -> Call:
         """Return a call; the last one of this name, or one with other sizes."""
         rng, self.turn = self.rng, self.turn + 1
+        old = [
+            call
+            for name, call in self.kept.items()
+            if name.endswith(f".{index}") and call.verb in verbs and where in (None, call.where)
+        ]
+        if old and rng.random() < 0.7:
+            before = rng.choice(old)
+            root = rng.randrange(self.sets[before.where]) if rng.random() < 0.2 else before.root
+            return Call(**{**vars(before), "turn": self.turn, "root": root})
         verb = rng.choice(verbs)
         where = rng.randrange(len(self.sets)) if where is None else where
         name = f"{verb}.{where}.{index}" if rng.random() < 0.85 else None
-        before = self.kept.get(name or "")
-        if before is not None and rng.random() < 0.75:
-            root = rng.randrange(self.sets[where]) if rng.random() < 0.2 else before.root
-            return Call(**{**vars(before), "turn": self.turn, "root": root})
         grouped = verb in ("allreduce", "allgather", "reducescatter") and rng.random() < 0.3
         call = Call(
             verb,
@@ -109,7 +114,7 @@ class Program:
             verb in ("allreduce", "broadcast") and rng.random() < 0.5,
             self.turn,
         )
-        self.kept[name or ""] = call
+        self.kept[name or f"{verb}.{where}.{index}"] = call
         return call
 
     def _rows(self, verb: str, size: int) -> tuple[tuple[int, ...], ...]:
