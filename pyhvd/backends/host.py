@@ -170,7 +170,7 @@ class HostBackend:
             _fusion.unpack(address(out), ptrs, numbers, spec.info.code)
 
     def _reduce_blocks(self, send: Bytes, counts: Sequence[int], out: Bytes, spec: ReduceSpec) -> None:
-        """Reduce to rank r its ``counts[r]`` bytes; `send` has the blocks in the order ``self._order``."""
+        """Reduce to rank r its ``counts[r]`` bytes; `send` has the blocks in the order of the ranks."""
         mine = counts[self.rank]
         box = self._buffer("box", mine * self.size)
         self.fabric.alltoallv(send, counts, box, [mine] * self.size)

@@ -196,18 +196,18 @@ class FastPathAdapter:
     def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's calls use the fast path, if its ranks can agree there."""
         ranks = self._worker.sets[set_id]
+        self._host_places.pop(set_id, None)
         if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
-            backend.fabric.follow(self._fabric, self.path)
+            fabric = backend.fabric
+            fabric.follow(self._fabric, self.path)
+            order = [ranks.index(rank) for each in self._fabric.hosts for rank in each if rank in ranks]
+            self._host_places[set_id] = HostPlaces(fabric.layout, fabric.window.chunk, order)
         if isinstance(backend, ShmBackend) and self.path.serves(set_id, ranks):
             if self.across:  # on one host the coordinator has: again, it would wipe out delegated turn slots
                 self.path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts
             arenas = [starts[rank] for rank in ranks if starts]
             self.path.open_set(set_id, backend.window, arenas, self._worker.seen)
-            self._host_places.pop(set_id, None)
-            if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
-                order = [ranks.index(rank) for each in self._fabric.hosts for rank in each if rank in ranks]
-                self._host_places[set_id] = HostPlaces(backend.fabric.layout, backend.window.chunk, order)
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return its tensors in flight."""
@@ -349,10 +349,7 @@ class FastPathAdapter:
         plan = make_plan(own, rank, members, response.dims, splits, self._host_places.get(set_id))
         if plan is None:
             return
-        op, postscale = -1, 1.0
-        if own.op >= 0:
-            spec = own.reduce_spec(len(members))
-            op, postscale = spec.op, spec.postscale
+        op, postscale = own.kernel_terms(len(members))
         self.path.install(set_id, slot, own, response.version, op, postscale, response.direct, plan)
 
     def wants_splits(self, response: Response) -> bool:

@@ -49,9 +49,6 @@ def learn(
     signature = signature_of(request) if path.turns else None
     if signature is None:
         return
-    op, postscale = -1, 1.0
-    if request.op >= 0:
-        spec = request.reduce_spec(len(members))
-        op, postscale = spec.op, spec.postscale
+    op, postscale = request.kernel_terms(len(members))
     if (plan := plan_alike(request, splits, rank, members)) is not None:
         path.learn(set_id, signature, digest_of(signature), op, postscale, plan)

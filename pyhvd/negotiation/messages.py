@@ -135,6 +135,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         """
         return _reduce_spec(self.dtype, self.op, self.prescale, self.postscale, size)
 
+    def kernel_terms(self, size: int) -> tuple[int, float]:
+        """Return the kernels' op and their factor afterwards; -1 and 1.0 if nothing is reduced."""
+        if self.op < 0:
+            return -1, 1.0
+        spec = self.reduce_spec(size)
+        return spec.op, spec.postscale
+
 
 @functools.lru_cache(maxsize=256)
 def _reduce_spec(dtype: int, op: int, prescale: float, postscale: float, size: int) -> ReduceSpec:

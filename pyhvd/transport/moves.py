@@ -1,12 +1,12 @@
 """Which bytes of a collective over several hosts go where; pure.
 
 A collective is one or more *moves* (``move_across.c``). A move has lanes. A lane is a sequence of bytes from
-the ranks of one host, and goes to one host, to all hosts, or to ranks of the same host. There are two kinds:
+the ranks of one host, and goes to one host, to all hosts, or to ranks of the same host. There are three
+kinds:
 
 1. In a *gather* each host with bytes has one lane: its ranks' blocks in their order. It goes to all hosts.
 2. In a *trade* each pair of hosts has one lane in each direction. A move has the lanes of some distances d:
    host h sends to host h + d and receives from host h - d, modulo the number of hosts.
-
 3. In a *relay* the root's host sends each other host a piece of a segment, and the other hosts send each
    other their pieces of the segment before. So no link carries much more than the bytes of a broadcast.
 
@@ -145,7 +145,7 @@ class MoveLayout:
         self.by_slice: Ints = np.full(self._hosts * self.slices, -1, np.int64)
         for host, members in enumerate(hosts):
             for local, each in enumerate(members):
-                self.by_slice[host * self.slices - (-local * self.slices // len(members))] = each
+                self.by_slice[host * self.slices + self._first_slice(local, len(members))] = each
 
     # -- moves ---------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class MoveLayout:
         out[others[rest]] = 1
         into[source], into[others[rest]] = 0, 2 + np.arange(len(rest))
         # Each rank sends its slices of the piece.
-        edges = -(-np.array([self.local, self.local + 1]) * self.slices // self.ranks)
+        edges = np.array([self._first_slice(local, self.ranks) for local in (self.local, self.local + 1)])
         first, end = np.where(edges == self.slices, piece, piece * edges // self.slices & -ALIGNED)
         sources = as_parts(1, first, np.array([end - first]), recv + old[me] + first)
         targets = as_parts(
@@ -221,8 +221,7 @@ class MoveLayout:
             np.append(lanes[0], sizes),
             recv + np.append(new[me], old[rest]),
         )
-        made = self._move(sources, targets, lanes, out, into, largest, single=False)
-        return made._replace(relays=True)
+        return self._move(sources, targets, lanes, out, into, largest, single=False, relays=True)
 
     def trade(
         self, sources: Ints, targets: Ints, out: Ints, into: Ints, chunk: int, largest: int = 0
@@ -308,6 +307,10 @@ class MoveLayout:
         by_host = np.add.reduceat(self._per_host(sizes[:, self.order])[self.order], self._firsts, axis=0)
         return int(by_host.max())
 
+    def _first_slice(self, local: int, ranks: int) -> int:
+        """Return the first slice that a local rank owns, of a host with so many ranks; as exchange.h does."""
+        return -(-local * self.slices // ranks)
+
     def _per_host(self, sizes: Ints) -> Ints:
         totals: Ints = np.add.reduceat(sizes, self._firsts, axis=-1)
         return totals
@@ -328,9 +331,9 @@ class MoveLayout:
         largest: int = 0,
         *,
         single: bool,
+        relays: bool = False,
     ) -> Move:
         longest = largest or int(lanes.max())
-        relays = False
         return Move(sources, targets, lanes, out, into, single, relays, self._owned, longest)
 
 
