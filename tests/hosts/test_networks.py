@@ -140,6 +140,10 @@ def test_a_network_that_begins_to_lose_large_packets(site: Site, launcher: Launc
     assert job.stderr is not None
     for _ in range(2):
         assert job.stdout.readline().endswith("up\n")
+    # Offloaded segments, which are cut behind the bridge, would pass: TCP must cut them itself.
+    sides = (site.bed.hosts["east"], "eth1"), (site.bed.hosts["west"], "data1")
+    for host, nic in sides:
+        host.do("ip", "link", "set", "dev", nic, "gso_max_segs", "1")
     site.bed.head.do("ip", "link", "set", "dev", "west.1", "mtu", "600")
     try:
         (launcher.folder / "go").touch()
@@ -148,6 +152,8 @@ def test_a_network_that_begins_to_lose_large_packets(site: Site, launcher: Launc
         ended = end_of(job)
     finally:
         site.bed.head.do("ip", "link", "set", "dev", "west.1", "mtu", "1500")
+        for host, nic in sides:
+            host.do("ip", "link", "set", "dev", nic, "gso_max_segs", "65535")
     assert "'large'" in told, told
     assert "rank 1 on host west" in told, told
     assert (ended.code, ended.last) == (143, "pyhvd: ended by SIGTERM")
