@@ -25,9 +25,10 @@ from pyhvd.negotiation.messages import UNNAMED, RequestType
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Finish = Callable[[Handle], Any]
 
-FIRST = 4096
-"""Bytes of the first collective of a broadcast; those of an allgather are for all ranks together."""
+FIRST = 512
+"""Bytes of the first collective of a broadcast, and most that a rank gives to that of an allgather."""
 ALLGATHER_FIRST = 65536
+"""Bytes of the first collective of an allgather, of all ranks together."""
 LENGTH = 8
 """Bytes of the length."""
 _OWN = OwnName(f"object.{UNNAMED}")
@@ -70,21 +71,22 @@ def broadcast_bytes(
     """Return on every rank the bytes that ``make`` returns on the root; only the root calls it."""
     here = context.current().topology.rank == root_rank
     first, room = np.zeros(FIRST, np.uint8), FIRST - LENGTH
-    data = first[LENGTH:]
+    data, part = first[LENGTH:], _part(name, "sz")
     if here:
-        with refusing(RequestType.BROADCAST, _part(name, "sz"), process_set):
+        with refusing(RequestType.BROADCAST, part, process_set):
             data = make()
         _fill(first.data, data.data)
     form = IN_PLACE | WAITS
-    finish(start_move(BROADCAST, form, first, root_rank, _part(name, "sz"), process_set))
+    finish(start_move(BROADCAST, form, first, root_rank, part, process_set))
     size = int.from_bytes(first.data[:LENGTH], "little")
     if size <= room:
         return data[:size]
+    part = _part(name, "t")
     if not here:
-        with refusing(RequestType.BROADCAST, _part(name, "t"), process_set):
+        with refusing(RequestType.BROADCAST, part, process_set):
             data = np.empty(size, np.uint8)
         data[:room] = first[LENGTH:]
-    finish(start_move(BROADCAST, form, data[room:], root_rank, _part(name, "t"), process_set))
+    finish(start_move(BROADCAST, form, data[room:], root_rank, part, process_set))
     return data
 
 

@@ -206,7 +206,7 @@ class Context:
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
         self._counts: dict[int, Counts] = {}
-        self._orders: dict[tuple[int, str], CallOrder] = {}
+        self._orders: dict[tuple[int | None, str], CallOrder] = {}
         self._lock = threading.Lock()
         self.hooks = Instruments()
         self.warned_of_memory = False
@@ -347,10 +347,11 @@ class Context:
         Raises RuntimeError in a callback of a handle, which must not wait.
         """
         self.runtime.check_may_wait()
-        key = self.members_of(process_set)[0], name
-        with self._lock:
-            if (order := self._orders.get(key)) is None:
-                order = self._orders[key] = CallOrder()
+        key = getattr(process_set, "process_set_id", None), name
+        if (order := self._orders.get(key)) is None:
+            self.members_of(process_set)
+            with self._lock:
+                order = self._orders.setdefault(key, CallOrder())
         return order
 
     def members_of(self, process_set: Any) -> tuple[int, Ranks]:
