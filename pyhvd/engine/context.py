@@ -38,7 +38,7 @@ from pyhvd.config import SHARED, Config, port_range
 from pyhvd.devices.base import Device
 from pyhvd.engine.autotune_search import LARGEST_CHUNK
 from pyhvd.engine.autotuner import SampleLog, make_tuner
-from pyhvd.engine.fast_path import FastPathBell, open_fast_path
+from pyhvd.engine.fast_path import connect, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.job.mpi.rank_env import read_generation
@@ -235,10 +235,8 @@ class Context:
             without = "the ranks are on several hosts"
         no_arena = self.fast_path is None or several
         self.arena = Unavailable(without) if no_arena else world.open_arena(world.fabric)
-        bell = None
         if self.fast_path is not None:
             self.fast_path.record_in(recorder.trace)
-            bell = FastPathBell(self.fast_path, rank, backends[GLOBAL_SET].fabric)
         recorder.fast_path, recorder.members = self.fast_path, self.process_sets
         recorder.hosts = between.names
         recorder.begin(backends[GLOBAL_SET].fabric)
@@ -250,7 +248,7 @@ class Context:
         threads = None if holder is process_holder else (threading.get_ident(),)
         long_waits = bool if self.fast_path is None else self.fast_path.has_long_waits
         return Runtime(
-            world.connect(bell),
+            connect(world, self.fast_path, backends[GLOBAL_SET].fabric),
             backends,
             sets,
             config,

@@ -39,10 +39,13 @@ from pyhvd.negotiation.messages import (
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
+from pyhvd.transport.control import ControlTransport
 from pyhvd.transport.fabric import Aborted, Fabric, allgather_bytes
 from pyhvd.transport.hosts import HostsFabric
+from pyhvd.transport.link_control import LinkTransport
 from pyhvd.transport.moves import Ints
 from pyhvd.transport.shm import OpenWindow, Segment
+from pyhvd.transport.world import World
 
 _log = logging.getLogger("pyhvd")
 
@@ -408,6 +411,21 @@ class FastPathAdapter:
             )
             for k, (request, source, target, splits) in enumerate(tensors)
         ]
+
+
+def connect(world: World, fast_path: FastPath | None, fabric: Fabric) -> ControlTransport:
+    """Return the control transport; collective. It uses links between hosts if there are any.
+
+    ``fabric`` is that of all ranks. Without a fast path no rank sleeps on links, so messages do not use them.
+    """
+    if fast_path is None:
+        return world.connect(None)
+    inner = world.connect(FastPathBell(fast_path, world.topology.rank, fabric))
+    if not isinstance(fabric, HostsFabric):
+        return inner
+    transport = LinkTransport(inner, fabric.control, fabric.error_of_connection)
+    fast_path.wake_by(transport.fileno())
+    return transport
 
 
 class FastPathBell:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pyhvd.common.text import describe_ranks
 from pyhvd.negotiation.messages import is_out_of_band
+from pyhvd.transport.control import GOODBYE
 
 if TYPE_CHECKING:
     from pyhvd.controller import Node
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pyhvd")
 
-GOODBYE = b""
 _SECONDS = 10.0
 _EARLY_SECONDS = 1.0
 """Time limit (s) for each kind of message that a rank sends after its thread has failed."""

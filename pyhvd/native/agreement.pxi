@@ -33,6 +33,7 @@ cdef class Agreement:
         self.places = {r: (h, q) for h, ranks in enumerate(self.hosts) for q, r in enumerate(ranks)}
         self.recalled, self.delegated = {}, {}
         init_tree(&self.c.tree, self.places[rank][0], parents)
+        self.c.messages = -1
         for host, fd in enumerate(connections):
             self.c.fds[<int>host] = fd
         for q, each in enumerate(self.hosts[self.c.tree.host]):

@@ -252,6 +252,10 @@ cdef class ReadyTableEnd:
         """Let an exchange end when a host is lost."""
         exchange.c.lost_host = <const void*>&self.agreement.c.shared.lost
 
+    def wake_by(self, int messages):
+        """Also wake the background thread when this descriptor is readable; before that thread starts."""
+        self.agreement.c.messages = messages
+
     def start_beats(self):
         """Send beats to the other hosts, and look for silent ones; all ranks use the table already.
 

@@ -295,6 +295,7 @@ cdef extern from "agreement/agreement.h" nogil:
         int* fds
         int* progress_bells
         int* background_bells
+        int messages
         uint32_t* ranks
         pyhvd_shared_agreement* shared
 

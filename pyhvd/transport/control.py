@@ -2,7 +2,8 @@
 
 Knows nothing of the messages' contents. Ranks that are threads use
 :class:`pyhvd.transport.inprocess.InProcessTransport`, processes
-:class:`pyhvd.transport.mpi.control.MpiTransport`.
+:class:`pyhvd.transport.mpi.control.MpiTransport`. Between hosts
+:class:`pyhvd.transport.link_control.LinkTransport` takes the place of either.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any, Protocol
 from pyhvd.transport.tree import Tree
 
 Message = tuple[int, bytes | bytearray]
+
+GOODBYE = b""
+"""The last message of a rank to the rank above it."""
 
 
 class Sending(Protocol):

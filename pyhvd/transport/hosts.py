@@ -7,7 +7,7 @@ import ctypes
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -168,6 +168,11 @@ class HostsFabric(ShmFabric):
             self.rank, self.hosts, parents, connections, links.bells, links.background_bells
         )
 
+    @property
+    def control(self) -> Mapping[int, socket.socket]:
+        """The control connections, by rank; they are open until this object is closed."""
+        return self._links.control
+
     def addresses(self, host: int) -> tuple[str, str]:
         """Return the two addresses of this rank's first rail to a host: the own one, and the host's."""
         peer = next(peer for rail in self._links.rails if (peer := rail[host]) is not None)
@@ -221,13 +226,26 @@ class HostsFabric(ShmFabric):
     def check(self, *, done: bool) -> None:
         """Raise LinkLost if a connection has failed, or Aborted if a local rank has aborted the window."""
         if not done and self.window.note() is None:
-            # The rank that ended a connection may have sent a note.
-            if self._fast_path is not None and (told := self._fast_path.await_lost(_NOTE_SECONDS)):
-                raise self._all.error_of(*told)
-            if self._exchange.lost is not None:
+            error = self._await_word()
+            if error is None and self._exchange.lost is not None:
                 host, number = self._exchange.lost
-                raise self.error_of(host, self.layout.here, number, b"")
+                error = self.error_of(host, self.layout.here, number, b"")
+            if error is not None:
+                raise error
         super().check(done=done)
+
+    def error_of_connection(self, rank: int, number: int) -> Aborted | LinkLost:
+        """Return the exception for a control connection that has failed with an errno, or 0 (closed)."""
+        host = next(g for g, ranks in enumerate(self.hosts) if rank in ranks)
+        return self._await_word() or self.error_of(host, self.layout.here, number, b"")
+
+    def _await_word(self) -> Aborted | LinkLost | None:
+        """Return the exception for a host that has sent a note or is lost, if there is one soon.
+
+        The rank that ended a connection may have sent a note.
+        """
+        told = None if self._fast_path is None else self._fast_path.await_lost(_NOTE_SECONDS)
+        return None if told is None else self._all.error_of(*told)
 
     def _gather(self, send: int, recv: Bytes, counts: PerRank) -> None:
         into = address(recv) + sum(counts[: self.rank])

@@ -1,9 +1,12 @@
 """Which ranks of different hosts connect; pure.
 
-A slice of the data has a rail between each pair of hosts. There are as many slices as ranks on the largest
-host; slice k of R belongs to local rank ``k * L // R`` of a host with L ranks. The agreement connections are
-those of local ranks 0, between the neighbours of a tree: see :func:`parents_of`. Of two hosts the lower one
-accepts.
+1. A slice of the data has a rail between each pair of hosts. There are as many slices as ranks on the largest
+   host; slice k of R belongs to local rank ``k * L // R`` of a host with L ranks.
+2. Agreement connections are those of local ranks 0, between the neighbours of a tree: see :func:`parents_of`.
+3. Control connections are those of local ranks 0, between the neighbours of another tree: see
+   :mod:`pyhvd.transport.tree`. There, too, local rank 0 is the lowest rank of its host.
+
+Of two hosts the lower one accepts.
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ from enum import IntEnum
 from math import isqrt
 from typing import NamedTuple
 
+from pyhvd.transport.tree import Tree
+
 FLAT = 8
 """Up to so many hosts all agree with each other directly, without a tree."""
 
 
 class Kind(IntEnum):
-    """Whether a connection carries a slice of the data, or the agreement of two hosts."""
+    """Whether a connection carries a slice of the data, the agreement of two hosts, or messages."""
 
     RAIL = 0
     AGREEMENT = 1
+    CONTROL = 2
 
 
 class LinkRole(NamedTuple):
-    """Which connection this is: its kind, slice (0 for an agreement), and hosts; the lower host accepts."""
+    """Which connection this is: its kind, slice (0 except for a rail), and hosts; the lower host accepts."""
 
     kind: Kind
     slice: int
@@ -66,7 +72,7 @@ class Layout:
     nodes : sequence of int
         The host of each rank, as any number; hosts are numbered anew in the order of their lowest ranks.
     agreement : bool
-        Whether there are agreement connections.
+        Whether there are agreement and control connections: the ranks are all ranks of the job.
 
     Attributes
     ----------
@@ -103,6 +109,7 @@ class Layout:
         owned = [(Kind.RAIL, k, others) for k in range(self.slices) if self._owner(k, self.host) == rank]
         if self.local_rank == 0:
             owned.append((Kind.AGREEMENT, 0, self.neighbours))
+            owned.append((Kind.CONTROL, 0, self._hosts_beside() if agreement else []))
         self.peers = {
             LinkRole(kind, k, min(g, self.host), max(g, self.host)): self._owner(k, g)
             for kind, k, there in owned
@@ -113,6 +120,13 @@ class Layout:
     def _are_neighbours(self, parents: Sequence[int], other: int) -> bool:
         here, there = parents[self.host], parents[other]
         return here == there == -1 or here == other or there == self.host
+
+    def _hosts_beside(self) -> list[int]:
+        """Return the hosts whose local ranks 0 are beside this host's in the tree of messages."""
+        host_of = {rank: g for g, ranks in enumerate(self.members) for rank in ranks}
+        leaders = [self.members[host_of[rank]][0] for rank in range(len(host_of))]
+        neighbours = Tree.of(self.leader, leaders).neighbours
+        return [host_of[rank] for rank in neighbours if host_of[rank] != self.host]
 
     def _owner(self, k: int, host: int) -> int:
         local = self.members[host]

@@ -78,6 +78,9 @@ class Links:
     agreement : list
         By host, the one connection between the two hosts: all local ranks have it. None for hosts that are
         no neighbours in the tree of hosts, and everywhere if the set has no agreement connections.
+    control : dict
+        By rank, the connection for messages to a rank beside this one in the tree of messages; empty if the
+        set has no agreement connections.
     bells, background_bells : list of int
         By local rank, two eventfds: for a thread that waits, and for the background thread. All local ranks
         have all of them.
@@ -86,12 +89,14 @@ class Links:
     layout: Layout
     rails: list[list[socket.socket | None]]
     agreement: list[socket.socket | None]
+    control: dict[int, socket.socket]
     bells: list[int]
     background_bells: list[int]
 
     def close(self) -> None:
         """Close this rank's descriptors."""
-        for peer in [*self.agreement, *(peer for rail in self.rails for peer in rail)]:
+        rails = (peer for rail in self.rails for peer in rail)
+        for peer in [*self.agreement, *self.control.values(), *rails]:
             if peer is not None:
                 peer.close()
         for bells in (self.bells, self.background_bells):
@@ -270,10 +275,14 @@ class _Opening:
         layout = self._layout
         rails: list[list[socket.socket | None]] = [[None] * layout.hosts for _ in range(layout.slices)]
         agreement: list[socket.socket | None] = [None] * layout.hosts
+        control: dict[int, socket.socket] = {}
         for role, peer in made.items():
+            if role.kind == Kind.CONTROL:
+                control[layout.peers[role]] = peer
+                continue
             row = rails[role.slice] if role.kind == Kind.RAIL else agreement
             row[role.low + role.high - layout.host] = peer
-        return Links(layout, rails, agreement, [], [])
+        return Links(layout, rails, agreement, control, [], [])
 
     def _share(self, links: Links, meeting: str, until: float) -> None:
         """Share the eventfds of the local ranks, and the agreement connections of the host."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import pyhvd as hvd
+from tests.hosts.connections import own_ports
 
 _SMALL = (1, 1000, 20_000)
 _LARGE = (300_000, 4_000_000)
@@ -129,6 +130,7 @@ def run_until_an_error(folder: Path, seed: int, size: int, verb: str = "", lengt
     some = hvd.ProcessSet([0, size - 1])  # of the first and of the last host
     hvd.init(process_sets=[some])
     program = Program(seed, some, verb, int(length))
+    (folder / f"ports{hvd.rank()}").write_text(json.dumps(own_ports()))
     with (folder / f"steps{hvd.rank()}").open("ab", buffering=0) as steps:
         try:
             while True:

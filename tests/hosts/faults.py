@@ -22,16 +22,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bed import Bed, Host, bed
+from tests.hosts.connections import CONNECTIONS, kill_sockets
 from tests.hosts.fault_programs import LARGE
 from tests.hosts.jobs import DAEMON_CRASHED, Shape, name_of
 from tests.hosts.launch import Site
 from tests.mpi.launch import ROOT, MpiJob, job_directory, mpi_version
 
-KINDS = ("kill", "crash", "cut", "power", "freeze")
-"""A rank is killed; all processes of a host are; a host loses its network, its power, its processors."""
+KINDS = ("kill", "crash", "cut", "power", "freeze", "reset")
+"""A rank is killed; all processes of a host are; a host loses its network, its power, its processors; one TCP
+connection of a rank is reset.
+"""
 
 SHAPES: tuple[Shape, ...] = ((2, 2), (1, 1, 1))
-SILENT = ("cut", "power", "freeze")
+SILENT = ("cut", "power", "freeze", "reset")
 """What mpiexec does not notice; after the others it may end the job before a rank has its error.
 
 Exception: Open MPI ends the job when a launch agent ends, which on the bed has no power without its host.
@@ -70,6 +73,8 @@ class Fault:
         Seconds from the first step of the last rank to the fault.
     knobs : dict of str to str
         The job's knobs: without a response cache, and with checks, messages agree on all tensors.
+    connection : str
+        The kind of the connection that is reset; of :data:`tests.hosts.connections.CONNECTIONS`.
     verb, length : str, int
         A verb of :data:`tests.hosts.fault_programs.VERBS`, if the program makes only its steps, with so many
         floats.
@@ -82,6 +87,7 @@ class Fault:
     rank: int
     moment: float
     knobs: dict[str, str] = field(default_factory=dict)
+    connection: str = CONNECTIONS[0]
     verb: str = ""
     length: int = LARGE
 
@@ -94,7 +100,7 @@ class Fault:
         host = draw.randrange(len(shape))
         rank = sum(shape[:host]) + draw.randrange(shape[host])
         moment = draw.uniform(0, draw.choice(_MOMENTS_S))
-        return cls(seed, kind, shape, host, rank, moment, draw.choice(_KNOBS))
+        return cls(seed, kind, shape, host, rank, moment, draw.choice(_KNOBS), draw.choice(CONNECTIONS))
 
     def ranks_of(self, host: int) -> list[int]:
         """Return the ranks of a host."""
@@ -110,6 +116,8 @@ class Fault:
             found |= dict.fromkeys(self.ranks_of(self.host), others)
         elif self.kind == "kill":
             found |= {rank: [self.host] for rank in self.ranks_of(self.host) if rank != self.rank}
+        elif self.kind == "reset":  # either end may find it first
+            found = {rank: list(hosts) for rank in range(sum(self.shape))}
         return found
 
 
@@ -147,6 +155,12 @@ class FaultyJob:
                 return False
             time.sleep(0.01)
         return True
+
+    def port(self, fault: Fault) -> int:
+        """Return the port, on the struck host, of the connection that is to be reset."""
+        rank = fault.rank if fault.connection == "rail" else fault.ranks_of(fault.host)[0]
+        ports = json.loads((self._folder / f"ports{rank}").read_text())[fault.connection]
+        return int(ports[0])
 
     def endings(self) -> dict[int, Ending]:
         """Return how ranks' steps have ended so far."""
@@ -238,7 +252,10 @@ def _try_once(site: Site, fault: Fault, slack: float) -> Outcome:
             outcome.wrong.append(f"not every rank makes steps{job.output()}")
             return outcome
         struck = True
-        strike(site.bed, fault.kind, hosts[fault.host], victim)
+        if fault.kind == "reset":
+            hosts[fault.host].do(*kill_sockets("sport", "=", f":{job.port(fault)}"))
+        else:
+            strike(site.bed, fault.kind, hosts[fault.host], victim)
         within = WITHIN_S + (slack if fault.kind in SILENT else 0)
         _look_at_errors(outcome, job, time.time(), within, [host.name for host in hosts])
         if not outcome.wrong:

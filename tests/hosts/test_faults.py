@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+import pyhvd as hvd
 from tests import thinning
 from tests.bed import why_not
+from tests.hosts.connections import CONNECTIONS, reset_mpi
 from tests.hosts.fault_programs import LARGE, VERBS
 from tests.hosts.faults import KINDS, SHAPES, SLACK_S, Fault, faulty_site, try_fault
+from tests.hosts.jobs import HostsJob, Shape, name_of
 from tests.hosts.launch import Site
-from tests.mpi.launch import mpiexec_path
+from tests.mpi.launch import mpi_version, mpiexec_path
 
 SEEDS = range(len(KINDS) * len(SHAPES))
 
@@ -46,6 +50,40 @@ def test_a_fault_ends_each_verb(faulty: Site, verb: str, kind: str, length: int)
     fault = Fault(0, kind, (2, 2), host=1, rank=2, moment=0.5, verb=verb, length=length)
     outcome = try_fault(faulty, fault, SLACK_S)
     assert not outcome.wrong, "\n".join(outcome.wrong)
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_a_reset_connection_names_both_hosts(faulty: Site, shape: Shape, connection: str) -> None:
+    fault = Fault(1, "reset", shape, host=1, rank=shape[0], moment=0.5, connection=connection)
+    outcome = try_fault(faulty, fault, SLACK_S)
+    assert not outcome.wrong, "\n".join(outcome.wrong)
+
+
+def _outlive_mpi() -> None:
+    hvd.init()
+    size = hvd.size()
+    for name in ("a", "b"):
+        assert hvd.allreduce(np.ones(1000), op=hvd.Sum, name=name)[0] == size
+    hvd.barrier()
+    if hvd.rank() == 1:
+        assert reset_mpi() > 0
+    hvd.barrier()
+    for count in range(1, 200):
+        out = hvd.allreduce(np.ones(1000 * count), op=hvd.Sum, name=f"new.{count}")
+        assert out[-1] == size
+    with pytest.raises(hvd.MismatchError):
+        hvd.allreduce(np.ones(10 + hvd.rank()), op=hvd.Sum, name="differs")
+    hvd.shutdown()
+
+
+def test_calls_outlive_the_connections_of_mpi(faulty: Site) -> None:
+    if mpi_version().startswith("Open MPI"):
+        pytest.skip("Open MPI ends the job when it finds a connection reset")
+    job = HostsJob(faulty, (1, 1))
+    job.run(_outlive_mpi)
+    with pytest.raises(AssertionError, match="mpiexec exited with 15"):  # MPICH's MPI_Finalize fails
+        job.finish()
 
 
 def test_successive_seeds_have_all_kinds_and_shapes() -> None:

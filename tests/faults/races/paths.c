@@ -450,6 +450,7 @@ static void attach(end *e, const stage *s) {
     pyhvd_ready_table_attach(t, s->bases[host], e->rank - first, size, SLOTS);
     if (!l) return;
     find_neighbours(a, l, host);
+    a->messages = -1;
     for (int g = 0; g < l->hosts; g++) a->fds[g] = g == host ? -1 : l->fds[l->slices][host][g];
     for (int q = 0; q < size; q++) {
         a->progress_bells[q] = l->bells[1][first + q];

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from pyhvd.transport.link_layout import Kind, Layout, LinkRole, parents_of
+from pyhvd.transport.tree import Tree
 
 LAYOUTS = {
     "2x1": [0, 1],
@@ -16,6 +17,7 @@ LAYOUTS = {
     "8x1": list(range(8)),
     "interleaved": [7, 3, 7, 3, 3, 5],
     "10x1, 1x2": [*range(10), 10, 10],
+    "20x1": list(range(20)),
 }
 
 
@@ -28,13 +30,26 @@ def test_each_connection_has_two_ends_that_name_each_other(nodes: list[int]) -> 
     parents = parents_of(hosts)
     near = [(a, b) for a, b in pairs if parents[b] == a or parents[a] == parents[b] == -1]
     expected |= {LinkRole(Kind.AGREEMENT, 0, a, b) for a, b in near}
+    trees = [Tree.of(rank, [nodes.index(node) for node in nodes]) for rank in range(len(nodes))]
+    above = [(layouts[tree.parent].host, layouts[tree.rank].host) for tree in trees if tree.parent >= 0]
+    expected |= {LinkRole(Kind.CONTROL, 0, a, b) for a, b in above if a != b}
     assert {role for layout in layouts for role in layout.peers} == expected
     for rank, layout in enumerate(layouts):
         for role, peer in layout.peers.items():
             assert layouts[peer].peers[role] == rank
             assert {layout.host, layouts[peer].host} == {role.low, role.high}
             assert (role in layout.accepts) == (role not in layouts[peer].accepts)
-    assert all(rank.local_rank == 0 for rank in layouts for role in rank.peers if role.kind == Kind.AGREEMENT)
+    assert all(rank.local_rank == 0 for rank in layouts for role in rank.peers if role.kind != Kind.RAIL)
+
+
+def test_ranks_have_control_connections_to_their_neighbours_in_the_tree_of_messages() -> None:
+    for nodes in LAYOUTS.values():
+        for rank in range(len(nodes)):
+            layout = Layout(rank, nodes, agreement=True)
+            near = Tree.of(rank, [nodes.index(node) for node in nodes]).neighbours
+            peers = {peer for role, peer in layout.peers.items() if role.kind == Kind.CONTROL}
+            assert peers == {each for each in near if nodes[each] != nodes[rank]}
+    assert {role.kind for role in Layout(0, LAYOUTS["2x2"], agreement=False).peers} == {Kind.RAIL}
 
 
 def test_neighbours_share_agreement_connections() -> None:

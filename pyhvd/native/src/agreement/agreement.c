@@ -532,11 +532,14 @@ int pyhvd_agreement_receive(pyhvd_ready_table *t) {
     return any;
 }
 
-void pyhvd_agreement_poll(const pyhvd_ready_table *t, int bell, int64_t ns) {
+/* Sleep until `bell` rings, `other` (-1: none) is readable, a frame arrives if `frames`, or `ns` have
+ * passed. Return whether `other` is readable. */
+static int sleep_on(const pyhvd_ready_table *t, int bell, int other, int frames, int64_t ns) {
     const pyhvd_agreement *a = t->agreement;
-    struct pollfd polls[PYHVD_MAX_HOSTS + 1] = {{.fd = bell, .events = POLLIN}};
-    nfds_t n = 1;
-    for (uint32_t k = 0; k < a->tree.n; k++) {
+    struct pollfd polls[PYHVD_MAX_HOSTS + 2] = {{.fd = bell, .events = POLLIN},
+                                                {.fd = other, .events = POLLIN}};
+    nfds_t n = 2;
+    for (uint32_t k = 0; frames && k < a->tree.n; k++) {
         uint32_t g = a->tree.neighbours[k];
         const pyhvd_peer_host *peer = &a->shared->peers[g];
         if (atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
@@ -545,6 +548,16 @@ void pyhvd_agreement_poll(const pyhvd_ready_table *t, int bell, int64_t ns) {
     }
     pyhvd_poll(polls, n, ns);
     if (polls[0].revents) pyhvd_empty_bell(bell);
+    return polls[1].revents != 0;
+}
+
+void pyhvd_agreement_poll(const pyhvd_ready_table *t, int bell, int64_t ns) {
+    sleep_on(t, bell, -1, 1, ns);
+}
+
+int pyhvd_agreement_rest(const pyhvd_ready_table *t, int attended, int64_t ns) {
+    const pyhvd_agreement *a = t->agreement;
+    return sleep_on(t, a->background_bells[t->rank], a->messages, !attended, ns);
 }
 
 int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {

@@ -50,6 +50,9 @@
  *   1. A thread that waits for other hosts sleeps in poll(2) on the connections, and on a bell of its
  *      own. It sets its flag in the rank state to PYHVD_POLLS; a waker then rings the bell.
  *   2. Every sleeping rank of a host is woken by an arriving frame, and one of them handles it.
+ *   3. The background thread sleeps on its bell, and on `messages`: a descriptor of Python that is
+ *      readable when a message has come, or can be sent. While another thread of its rank receives
+ *      frames, it does not sleep on the connections: its flag is PYHVD_POLLS_BELL.
  */
 #ifndef PYHVD_AGREEMENT_H
 #define PYHVD_AGREEMENT_H
@@ -104,6 +107,7 @@ struct pyhvd_agreement {
     int fds[PYHVD_MAX_HOSTS];            /* connections by host; -1: not a neighbour */
     int progress_bells[PYHVD_MAX_LOCAL]; /* by local rank */
     int background_bells[PYHVD_MAX_LOCAL];
+    int messages; /* of this rank's background thread; -1: none. Set before that thread starts */
     uint32_t ranks[PYHVD_MAX_LOCAL]; /* the global rank of each local one */
     pyhvd_shared_agreement *shared;
     /* The table lock's holder's: scratch memory; whether it announces because of a child's message. */
@@ -169,6 +173,11 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns);
 
 /* Sleep until a frame arrives, `bell` rings, or `ns` have passed. */
 void pyhvd_agreement_poll(const pyhvd_ready_table *t, int bell, int64_t ns);
+
+/* As this rank's background thread: sleep until its bell rings, `messages` is readable, a frame arrives
+ * unless another thread receives frames (`attended`), or `ns` have passed. Return whether `messages` is
+ * readable. */
+int pyhvd_agreement_rest(const pyhvd_ready_table *t, int attended, int64_t ns);
 
 /* 1 + the host that is lost or has sent a note; or 0. */
 static inline uint32_t pyhvd_agreement_lost(const pyhvd_ready_table *t) {

@@ -97,7 +97,7 @@ int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns) {
 static void wake_sleeper(_Atomic uint32_t *asleep, _Atomic uint32_t *futex, const int *bells,
                          int rank) {
     uint32_t how = atomic_load_explicit(asleep, memory_order_relaxed);
-    if (how == PYHVD_POLLS)
+    if (how == PYHVD_POLLS || how == PYHVD_POLLS_BELL)
         pyhvd_ring_bell(bells[rank]);
     else if (how)
         pyhvd_futex_wake(futex, 0);

@@ -51,7 +51,7 @@
  * Wake-ups
  *   1. The holder of a rank's progress lock sleeps on `progress_bell`, with `progress_asleep` set.
  *   2. The background thread sleeps on `background_bell`, with `background_asleep` set.
- *      A thread that sleeps in poll(2) instead sets its flag to PYHVD_POLLS.
+ *      A thread that sleeps in poll(2) instead sets its flag to PYHVD_POLLS or PYHVD_POLLS_BELL.
  *   3. A sleeper sets its flag, then looks again; a waker writes first, then looks at the flag.
  *      Sequentially consistent fences between the two steps of each make one of them see the other.
  */

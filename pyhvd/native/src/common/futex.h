@@ -23,8 +23,9 @@
 #define PYHVD_LONG_YIELD 20000 /* ns: a yield that shows that another thread needs the core */
 #define PYHVD_NAP 100000000    /* ns: the longest sleep between two looks at the state */
 
-/* How a thread sleeps: on a futex, or in poll(2), with a descriptor (eventfd or pipe) as its bell. */
-enum { PYHVD_SLEEPS = 1, PYHVD_POLLS = 2 };
+/* How a thread sleeps: on a futex, or in poll(2), with a descriptor (eventfd or pipe) as its bell:
+ * on the connections too, or not. */
+enum { PYHVD_SLEEPS = 1, PYHVD_POLLS = 2, PYHVD_POLLS_BELL = 3 };
 
 static inline void pyhvd_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)

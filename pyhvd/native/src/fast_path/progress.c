@@ -730,28 +730,29 @@ static int64_t tidy_results(int64_t ns) {
 }
 
 /* Sleep until woken, at most `ns`. First set `background_asleep`, then look for work again: work
- * that arrives later finds the flag set, and wakes the thread. */
-static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
+ * that arrives later finds the flag set, and wakes the thread. Return whether a message may have come. */
+static int rest(pyhvd_fast_path *path, int64_t ns, int watches) {
+    const pyhvd_ready_table *table = &path->setup.table;
     pyhvd_rank_state *mine = rank_state_of(path);
     uint32_t seen = atomic_load_explicit(&mine->background_bell, memory_order_acquire);
     atomic_store_explicit(&path->background_watches, (uint32_t)watches, memory_order_relaxed);
-    int polls = path->setup.table.agreement && (path->background.unattended || !watches);
-    atomic_store_explicit(&mine->background_asleep, polls ? PYHVD_POLLS : PYHVD_SLEEPS,
+    int attended = !path->background.unattended && watches, messages = 0;
+    uint32_t polls = attended ? PYHVD_POLLS_BELL : PYHVD_POLLS;
+    atomic_store_explicit(&mine->background_asleep, table->agreement ? polls : PYHVD_SLEEPS,
                           memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int locked = atomic_load_explicit(&mine->progress_lock, memory_order_relaxed) != 0;
-    int busy =
-        atomic_load_explicit(&mine->wake_reasons, memory_order_relaxed) ||
-        (!watches && atomic_load_explicit(&path->submissions.held_count, memory_order_relaxed)) ||
-        (!locked && atomic_load_explicit(&path->left_over, memory_order_relaxed)) ||
-        (!locked && pyhvd_ready_table_behind(&path->setup.table) && !path->background.known_list);
-    if (polls && !busy)
-        pyhvd_agreement_poll(&path->setup.table,
-                             path->setup.table.agreement->background_bells[path->setup.table.rank],
-                             ns);
+    int busy = atomic_load_explicit(&mine->wake_reasons, memory_order_relaxed) ||
+               (!watches &&
+                atomic_load_explicit(&path->submissions.held_count, memory_order_relaxed)) ||
+               (!locked && atomic_load_explicit(&path->left_over, memory_order_relaxed)) ||
+               (!locked && pyhvd_ready_table_behind(table) && !path->background.known_list);
+    if (!busy && table->agreement)
+        messages = pyhvd_agreement_rest(table, attended, ns);
     else if (!busy)
         pyhvd_futex_wait(&mine->background_bell, seen, ns);
     atomic_store_explicit(&mine->background_asleep, 0, memory_order_relaxed);
+    return messages;
 }
 
 /* Make progress if no other thread does. Return whether a response list is next in the log that the
@@ -809,7 +810,7 @@ uint32_t pyhvd_fast_path_sleep(pyhvd_fast_path *path, int64_t ns) {
         int watches;
         nap = choose_nap(&path->background, nap, left, &watches);
         if (!watches) nap = tidy_results(nap);
-        rest(path, nap, watches);
+        if (rest(path, nap, watches)) return PYHVD_WAKE_WORK;
     }
 }
 
