@@ -184,7 +184,7 @@ bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors,
 
 .PHONY: bench-torch
 bench-torch: .venv-spark/.bench .venv-spark/.torch ## steps with torch, against DDP over gloo, into benchmarks/results; installs torch
-	.venv-spark/bin/python -m benchmarks torch torch_memory $(ARGS)
+	.venv-spark/bin/python -m benchmarks torch torch_memory results $(ARGS)
 
 .PHONY: bench-elastic
 bench-elastic: .venv-spark/.bench .venv-spark/.torch ## how fast elastic jobs go on after a fault; installs torch

@@ -17,9 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pyhvd.dtypes import BY_CODE, KNOWN, Code, DtypeInfo, lookup
+from pyhvd.native.shared_memory import POOL_LEAST, pooled
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
+
+pool_used = False
+"""Whether a result has got its memory from the pool by :func:`new_array`."""
 
 # The numbers that are taken as arrays of no dimension.
 SCALARS = (bool, int, float, complex, np.generic)
@@ -86,13 +90,25 @@ class TensorView:
     def empty_like(self, shape: tuple[int, ...]) -> TensorView:
         """Return new memory for a result, of the same dtype, and in the same library and layout."""
         if self.library is None:
-            return TensorView(np.empty(shape, self.array.dtype), self.info)
+            return TensorView(new_array(shape, self.array.dtype), self.info)
         return self.library.empty_like(self, shape)
 
     def copy_home(self) -> None:
         """Copy the contents to the caller's array, if this is a copy of it."""
         if self.home is not None:
             self.home[...] = self.result
+
+
+def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return new memory for a result: a large one gets that of a freed result, if there is one.
+
+    Results of cached calls do so in C (``native/results.pxi``).
+    """
+    global pool_used
+    if math.prod(shape) * dtype.itemsize < POOL_LEAST:
+        return np.empty(shape, dtype)
+    pool_used = True
+    return pooled(shape, dtype)
 
 
 def address(array: Array) -> int:

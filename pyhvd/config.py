@@ -238,7 +238,7 @@ class Config:
     )
     pool_size: int = _own(
         256 * 1024 * 1024,
-        "most bytes of freed numpy results that a process keeps for later ones; 0: none",
+        "most bytes of freed results in host memory that a process keeps for later ones; 0: none",
         parse=_count,
     )
     disable_group_fusion: bool = _shared(False, "a grouped call's tensors are fused only with each other")

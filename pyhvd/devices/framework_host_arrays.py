@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.arrays import Array, TensorView, view
+from pyhvd.arrays import Array, TensorView, new_array, view
 from pyhvd.devices import array_libraries
 from pyhvd.dtypes import Code
 
@@ -31,7 +31,7 @@ class _Results:
     def empty_like(self, view: TensorView, shape: tuple[int, ...]) -> TensorView:
         dtype = view.array.dtype
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        memory = new_array((nbytes + _ALIGNMENT,), np.dtype(np.uint8))
         first = -memory.ctypes.data % _ALIGNMENT
         array = memory[first : first + nbytes].view(dtype).reshape(shape)
         return TensorView(array, view.info, library=self)

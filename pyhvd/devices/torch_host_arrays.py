@@ -7,16 +7,18 @@ copy. Results have no autograd history.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from pyhvd.arrays import TensorView
+from pyhvd.arrays import TensorView, new_array
 from pyhvd.devices.torch_tensors import check, note_changes, why_no_memory
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, named
 from pyhvd.errors import UnsupportedDtypeError
-from pyhvd.native.shared_memory import know_tensor_types
+from pyhvd.native.shared_memory import POOL_LEAST, know_tensor_types
 
 
 class TorchHostLibrary:
@@ -104,13 +106,22 @@ def _order(layout: str) -> list[int]:
 
 
 def _make_empty(shape: Sequence[int], dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """Return a new tensor; raise MemoryError if there is no memory for it."""
+    """Return a new tensor; raise MemoryError if there is no memory for it.
+
+    A large one has the pool's memory, as in ``native/tensors.pxi``: its storage has the tensor's bytes, and
+    cannot grow.
+    """
+    order = _order(layout) if layout else list(range(len(shape)))
+    extents = [shape[d] for d in order]
+    nbytes = math.prod(shape) * dtype.itemsize
     try:
-        if not layout:
-            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        order = _order(layout)
-        in_memory = torch.empty([shape[d] for d in order], dtype=dtype, device="cpu")
-        return in_memory.permute([order.index(d) for d in range(len(order))])
+        if nbytes < POOL_LEAST:
+            in_memory = torch.empty(extents, dtype=dtype, device="cpu")
+        else:
+            memory = torch.from_numpy(new_array((nbytes,), np.dtype(np.uint8))).untyped_storage()
+            # Not a view, on which torch allows less.
+            in_memory = torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, extents)
+        return in_memory.permute([order.index(d) for d in range(len(order))]) if layout else in_memory
     except RuntimeError as exc:
         raise MemoryError(str(exc)) from exc
 

@@ -25,7 +25,7 @@ from pyhvd.devices.array_libraries import View, adopt
 from pyhvd.dtypes import lookup
 from pyhvd.engine.plans import HostPlaces, make_plan
 from pyhvd.errors import UnsupportedDtypeError
-from pyhvd.native.shared_memory import MAX_SLOTS, CachedCall, FastPath, limit_pool, ready_table_bytes
+from pyhvd.native.shared_memory import MAX_SLOTS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.delegation import is_delegated
 from pyhvd.negotiation.messages import (
     Request,
@@ -69,7 +69,6 @@ def open_fast_path(
     config : Config
         The knobs, with rank 0's values.
     """
-    limit_pool(config.pool_size)
     if open_window is None or not isinstance(backend, ShmBackend):
         return None
     delegates = config.cache_capacity > 0 and config.check == "off"

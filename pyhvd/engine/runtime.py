@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pyhvd import arrays
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend
 from pyhvd.config import Config
@@ -38,7 +39,7 @@ from pyhvd.engine.rounds import RoundKeeper
 from pyhvd.engine.shutdown import ShutdownBarrier, end_early
 from pyhvd.engine.watchdog import HostClaim, ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
-from pyhvd.native.shared_memory import FastPath
+from pyhvd.native.shared_memory import FastPath, close_pool, open_pool, tidy_pool
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import (
@@ -188,6 +189,7 @@ class Runtime:
 
     def start(self) -> None:
         """Start the background thread."""
+        open_pool(self._config.pool_size)
         self._thread.start()
         if self._watch is not None:
             self._watch.start()
@@ -281,6 +283,7 @@ class Runtime:
             if self._watch is not None:
                 self._watch.stop()
             self._answered.set()
+            close_pool()
             self._over.set()
 
     def _loop(self) -> ErrorInfo:
@@ -453,7 +456,7 @@ class Runtime:
         again = again or (self._fast_path is not None and self._fast_path.holds_back)
         retry = now + 1e-3 if again else None
         drain = self._executor.look(now)
-        times = (due, look, retry, drain, self._node.due(now), self._tell_waiting(now))
+        times = (due, look, retry, drain, self._node.due(now), self._tell_waiting(now), self._tidy())
         until = min((each for each in times if each is not None), default=math.inf)
         if until > now:
             self._control.wait(until - now if until < math.inf else None)
@@ -461,6 +464,15 @@ class Runtime:
             if self._hangs is not None and woken - until > self._hangs.inspector.oversleep:
                 self._hangs.resumed(woken)
         self.queue.awake()
+
+    def _tidy(self) -> float | None:
+        """Free memory of results that nobody has used for long; return the time of the next look.
+
+        With a fast path, the thread does so where it sleeps.
+        """
+        if self._fast_path is not None or not arrays.pool_used:
+            return None
+        return tidy_pool(time.monotonic_ns()) / 1e9 or None
 
     def _tell_waiting(self, now: float) -> float | None:
         """Tell rank 0 of cached tensors that wait for long; return the time of the next look."""

@@ -329,7 +329,7 @@ cdef class CachedCall:
         cdef object result
         if PyArray_CheckExact(tensor):
             try:
-                if cached.result_bytes >= POOL_LEAST:
+                if cached.result_bytes >= _POOL_LEAST:
                     result = pooled_array(cached.ndim, cached.result_dims, cached.dtype)
                 else:
                     Py_INCREF(cached.dtype)  # PyArray_Empty steals a reference

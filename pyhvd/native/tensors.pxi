@@ -50,6 +50,19 @@ cdef struct DLFunctions:
     int (*current_stream)(int32_t device, int32_t id, void** stream) noexcept
 
 
+cdef struct PooledTensor:
+    # A tensor in the pool's memory, until its library frees it.
+    DLManagedTensor managed
+    int64_t[32] shape
+    int64_t[32] strides
+
+
+cdef void free_pooled(DLManagedTensor* tensor) noexcept nogil:
+    # Any thread may call it, also when Python has ended.
+    pyhvd_pool_give(tensor.tensor.data)
+    free(tensor)
+
+
 cdef enum:
     DL_CPU = 1
     DL_COMPLEX = 5
@@ -138,10 +151,12 @@ cdef class TensorType:
         """Return a new tensor, and store its address; return None if it must be made elsewhere."""
         cdef DLTensor like
         cdef DLManagedTensor* made = NULL
-        cdef PyObject* given = NULL
         cdef object result
         if self.functions == NULL and cached.plan.rows >= 0:
             return None
+        if self.functions != NULL and cached.result_bytes >= _POOL_LEAST:
+            made = pooled_tensor(cached, self.functions.version)
+            return None if made == NULL else self.given(made, address)
         if self.functions == NULL or cached.layout:
             try:
                 result = self.library.make_like(<object>tensor, cached.layout)
@@ -159,12 +174,44 @@ cdef class TensorType:
         if self.functions.allocate(&like, &made, NULL, &_no_memory) < 0:
             PyErr_Clear()
             return None
+        return self.given(made, address)
+
+    cdef object given(self, DLManagedTensor* made, int64_t* address):
+        """Return the tensor that the library makes of ``made``, and store its address."""
+        cdef PyObject* given = NULL
+        cdef object result
         address[0] = <int64_t>made.tensor.data + <int64_t>made.tensor.byte_offset
         if self.functions.give(made, <void**>&given) < 0:
             raise
         result = <object>given
         Py_DECREF(result)
         return result
+
+
+cdef DLManagedTensor* pooled_tensor(CachedTensor cached, DLVersion version) noexcept:
+    """Return a result in the pool's memory; NULL if there is none."""
+    cdef PooledTensor* made = <PooledTensor*>calloc(1, sizeof(PooledTensor))
+    cdef DLTensor* tensor
+    cdef int64_t step = 1
+    cdef int d
+    if made == NULL:
+        return NULL
+    tensor = &made.managed.tensor
+    tensor.data = pyhvd_pool_take(cached.result_bytes)
+    if tensor.data == NULL:
+        free(made)
+        return NULL
+    made.managed.version = version
+    made.managed.deleter = free_pooled
+    tensor.device.type = DL_CPU
+    tensor.ndim = cached.ndim
+    tensor.dtype = DLDataType(DL_TYPES[cached.code][0], DL_TYPES[cached.code][1], 1)
+    tensor.shape, tensor.strides = made.shape, made.strides
+    for d in reversed(range(cached.ndim)):
+        made.shape[d] = cached.result_dims[d]
+        made.strides[d] = cached.strides[d] if cached.layout else step
+        step *= made.shape[d]
+    return &made.managed
 
 
 cdef void _no_memory(void* context, const char* kind, const char* message) noexcept:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pyhvd.native.shared_memory import pool_counts
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits, verb
 from pyhvd.observe.host_meter import HostMeter
@@ -144,6 +145,10 @@ class Metrics:
     host_awaited_seconds : dict of str to float
         By other host: time for which this host's ranks waited for that host alone to announce cached tensors.
         On the lowest rank of each host only.
+    results_kept_bytes : int
+        Bytes of freed results that this process keeps for later ones now; see ``PYHVD_POOL_SIZE``.
+    results_new, results_reused : int
+        Large results of this process that got new memory, and those that got the memory of a freed result.
     generation : int or None
         The generation of this rank in an elastic job, from 0; None in any other job.
     """
@@ -173,6 +178,9 @@ class Metrics:
     late_exchanges: dict[str, int] = field(default_factory=dict)
     host_late_tensors: dict[str, int] = field(default_factory=dict)
     host_awaited_seconds: dict[str, float] = field(default_factory=dict)
+    results_kept_bytes: int = 0
+    results_new: int = 0
+    results_reused: int = 0
     generation: int | None = None
 
 
@@ -243,6 +251,7 @@ class Meter:
         if self.fast is not None:
             self.fast.timed = self.timed
         self._begun = time.monotonic()
+        _, self._results_new, self._results_reused = pool_counts()
         self._lock = threading.Lock()
         self._histograms = {name: _OpenHistogram() for name in _SPECS}
         self._tensors: Counter[tuple[str, str]] = Counter()
@@ -332,6 +341,7 @@ class Meter:
         fast = self.fast.counts() if self.fast is not None else dict.fromkeys(_SPECS, ([0] * BUCKETS, 0))
         fast_tensors = fast["response_tensors"][1]
         late = self._late()
+        kept, new, reused = pool_counts()
         further: dict[str, Any] = {**self.hosts.read(self.fast)} if self.hosts is not None else {}
         with self._lock:
             for name, (field_name, low, high, unit) in _SPECS.items():
@@ -358,6 +368,9 @@ class Meter:
                 errors=dict(sorted(self._errors.items())),
                 stall_warnings=self._stall_warnings,
                 stalled_tensors=self._stalled,
+                results_kept_bytes=kept,
+                results_new=new - self._results_new,
+                results_reused=reused - self._results_reused,
                 generation=self.generation,
                 **further,
             )

@@ -105,6 +105,11 @@ FAMILIES = (
         "Time for which a host waited for another one to announce (from the lowest rank of each host)",
         ("late_host",),
     ),
+    Family(
+        "results_kept_bytes", "Bytes of freed results that the process keeps for later ones", kind="gauge"
+    ),
+    Family("results_new", "Large results of the process that got new memory"),
+    Family("results_reused", "Large results of the process that got the memory of a freed result"),
     Family("uptime_seconds", "Time since init()", kind="gauge"),
 )
 INFO = Family(

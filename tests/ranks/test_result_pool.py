@@ -1,21 +1,25 @@
-"""The memory of remembered results: kept for later ones, bounded, and never shared by two of them."""
+"""The memory of large results: kept for later ones, bounded, given back, and never shared by two of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.native.shared_memory import limit_pool, pool_counts
+from pyhvd.native.shared_memory import POOL_LEAST, limit_pool, pool_counts, pooled, tidy_pool
 from pyhvd.testing import run_ranks
 
 LIMIT = 8 << 20
+HEAD = 64  # bytes of a buffer's head
 ROWS = 40_000  # of float64: more than the least result that comes from the pool
 
 
@@ -26,24 +30,71 @@ def _empty_pool() -> Iterator[None]:
     limit_pool(0)
 
 
-def _on(size: int, body: object) -> None:
-    run_ranks(size, body, timeout=60, knobs={"fast_lane": True, "pool_size": LIMIT})  # type: ignore[arg-type]
+def _on(size: int, body: Callable[[], None], fast: bool = True) -> None:
+    run_ranks(size, body, timeout=60, knobs={"fast_lane": fast, "pool_size": LIMIT})
 
 
-def test_a_freed_result_gives_its_memory_to_the_next_one() -> None:
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "by-message"])
+def test_a_freed_result_gives_its_memory_to_the_next_one(fast: bool) -> None:
     def body() -> None:
         for k in range(8):
             out = hvd.allgather(np.full(ROWS, k, np.float64), name="x")
             assert out.tolist() == [k] * ROWS
         assert out.flags.owndata
         assert out.ctypes.data % 64 == 0
+        del out
+        hvd.barrier()
+        seen = hvd.metrics()
+        assert seen.results_reused >= 4
+        assert seen.results_new <= 3
+        assert seen.results_kept_bytes >= 8 * ROWS
 
-    _, made, reused = pool_counts()
+    _on(1, body, fast)
+    assert pool_counts()[0] == 0, "the end of the last rank gives the memory back"
+
+
+def test_results_that_outlive_shutdown_are_freed_at_once() -> None:
+    held: list[Any] = []
+
+    def body() -> None:
+        held.extend(hvd.allreduce(np.ones(ROWS), name="x", op=hvd.Sum) for _ in range(5))
+
     _on(1, body)
-    kept, made_now, reused_now = pool_counts()
-    assert reused_now - reused >= 4
-    assert made_now - made <= 3
-    assert kept >= 8 * ROWS
+    assert all(out.sum() == ROWS for out in held)
+    held.clear()
+    assert pool_counts()[0] == 0
+
+
+def test_a_size_class_serves_near_sizes_and_wastes_an_eighth_at_most() -> None:
+    limit_pool(LIMIT)
+    for nbytes in (POOL_LEAST, 100_000, 123_457, 1 << 20, 3_000_001):
+        out = pooled((nbytes,), np.dtype(np.uint8))
+        del out
+        kept, made, reused = pool_counts()
+        assert nbytes + HEAD <= kept <= (nbytes + HEAD) * 1.125
+        out = pooled((kept - HEAD,), np.dtype(np.uint8))  # the largest result of the class
+        del out
+        out = pooled((kept - HEAD + 1,), np.dtype(np.uint8))  # of the next one
+        assert pool_counts() == (kept, made + 1, reused + 1)
+        del out
+        limit_pool(0)
+        limit_pool(LIMIT)
+
+
+def test_memory_that_nobody_uses_is_given_back() -> None:
+    limit_pool(LIMIT)
+    before = tidy_pool(time.monotonic_ns())  # 0, unless a failed test has left results
+    first, second = (pooled((ROWS,), np.dtype(np.float64)) for _ in range(2))
+    del first
+    now = time.monotonic_ns()
+    again = tidy_pool(now)
+    assert now + 9_000_000_000 < again <= now + 10_000_000_000
+    assert pool_counts()[0] >= 8 * ROWS
+    assert tidy_pool(again) == again + 10_000_000_000, "the other result may yet be freed"
+    assert pool_counts()[0] == 0
+    del second
+    now += 30_000_000_000
+    assert tidy_pool(now) == (now + 10_000_000_000 if before else 0)
 
 
 def test_results_in_use_have_memory_of_their_own() -> None:
@@ -60,15 +111,45 @@ def test_results_in_use_have_memory_of_their_own() -> None:
     _on(2, body)
 
 
-def test_ten_thousand_steps_of_changing_sizes_stay_within_the_limit() -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("prescale", [1.0, 0.5])
+def test_large_results_have_the_bits_of_in_place_ones(size: int, prescale: float) -> None:
+    """Their lines go past the caches, whatever part of a line they begin and end with."""
+
+    def body() -> None:
+        for dtype, first in (("f4", 1), ("f8", 0), ("f2", 3), ("i1", 5)):
+            rng = np.random.default_rng(hvd.rank())
+            count = (9 << 20) // np.dtype(dtype).itemsize + 77
+            given = (rng.random(count + first) * 9).astype(dtype)[first:]
+            kept = given.copy()
+            terms = {"op": hvd.Sum, "prescale_factor": prescale} if dtype[0] == "f" else {"op": hvd.Max}
+            for _ in range(3):
+                out = hvd.allreduce(given, name=f"out {dtype}", **terms)
+                both = hvd.grouped_allreduce([given, given[:1001]], name=f"group {dtype}", **terms)
+                inside = given.copy()
+                hvd.allreduce_(inside, name=f"in {dtype}", **terms)
+                assert out.tobytes() == inside.tobytes() == both[0].tobytes()
+                assert both[1].tobytes() == inside[:1001].tobytes()
+            assert given.tobytes() == kept.tobytes()
+
+    _on(size, body)
+
+
+def test_ten_thousand_steps_of_changing_shapes_stay_within_the_limit() -> None:
     rng = random.Random(7)
-    sizes = [rng.randrange(8_000, 300_000) for _ in range(30)]
+    shapes: list[tuple[tuple[int, ...], str]] = [
+        ((rng.randrange(8_000, 150_000), rng.randrange(1, 3)), rng.choice(["f4", "f8", "i2", "c8"]))
+        for _ in range(30)
+    ]
 
     def body() -> None:
         held: list[Any] = []
-        tensors = [np.ones(n) for n in sizes]
+        tensors = [np.ones(shape, dtype) for shape, dtype in shapes]
         for k in range(10_000):
-            which = rng.randrange(len(sizes))
+            which = rng.randrange(len(tensors))
+            if k % 50 == 0:  # a new shape by an old name: by message
+                shape, dtype = shapes[which]
+                tensors[which] = np.ones((shape[0] - k % 97, *shape[1:]), dtype)
             held.append(hvd.broadcast(tensors[which], 0, name=f"x{which}"))
             if k % 5 == 0:
                 del held[: rng.randrange(5)]
@@ -77,6 +158,28 @@ def test_ten_thousand_steps_of_changing_sizes_stay_within_the_limit() -> None:
             if k == 1000:
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB
+
+    _on(1, body)
+
+
+def test_results_freed_by_other_threads() -> None:
+    def body() -> None:
+        held: list[Any] = []
+
+        def free() -> None:
+            for _ in range(300):
+                with contextlib.suppress(IndexError):
+                    out = held.pop()
+                    assert (out == out[0]).all()
+
+        threads = [threading.Thread(target=free) for _ in range(3)]
+        for k in range(200):
+            held.append(hvd.allreduce(np.full(ROWS, float(k)), name="x", op=hvd.Sum))
+            if k == 20:
+                for thread in threads:
+                    thread.start()
+        for thread in threads:
+            thread.join()
 
     _on(1, body)
 

@@ -87,6 +87,8 @@ def test_a_scrape_says_what_a_snapshot_does(meter: Meter, endpoint: Endpoint) ->
     assert samples["pyhvd_stalled_tensors"] == {(): 2}
     assert samples["pyhvd_late_tensors_total"] == {(("late_rank", "0"),): 0, (("late_rank", "1"),): 1}
     assert samples["pyhvd_awaited_seconds_total"] == {(("late_rank", "0"),): 0, (("late_rank", "1"),): 0.5}
+    for name in ("pyhvd_results_kept_bytes", "pyhvd_results_new_total", "pyhvd_results_reused_total"):
+        assert samples[name] == {(): 0}
     assert 0 < samples["pyhvd_uptime_seconds"][()] <= seen.seconds
     (info,) = samples["pyhvd_info"]
     told = {"job_name": "job-1", "size": "2", "pid": str(os.getpid()), "generation": ""}

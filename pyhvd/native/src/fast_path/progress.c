@@ -24,7 +24,6 @@
 /* While the message of the next list is missing, time between two looks for it: on several hosts a
  * ring may be lost, as it may pass a host that has closed its path. */
 #define LIST_LOOK_NS 20000000
-#define RESULTS_NS 10000000000 /* for which memory of results is kept that nobody uses */
 
 _Thread_local int pyhvd_must_not_wait;
 
@@ -722,11 +721,9 @@ static int64_t choose_nap(pyhvd_background *b, int64_t nap, int64_t left, int *w
 
 /* Free results that nobody has used for long; return how long to sleep, at most `ns`, until more can be. */
 static int64_t tidy_results(int64_t ns) {
-    /* A buffer that is given back from now on is found when the thread wakes the next time. */
     if (!atomic_load_explicit(&pyhvd_pool_buffers, memory_order_relaxed)) return ns;
-    int64_t now = pyhvd_now(), oldest = pyhvd_pool_drop(now - RESULTS_NS);
-    int64_t left = oldest + RESULTS_NS - now;
-    return oldest && left < ns ? (left > 0 ? left : 1) : ns;
+    int64_t now = pyhvd_now(), again = pyhvd_pool_tidy(now);
+    return again && again - now < ns ? again - now : ns;
 }
 
 /* Sleep until woken, at most `ns`. First set `background_asleep`, then look for work again: work

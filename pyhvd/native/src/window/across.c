@@ -181,6 +181,7 @@ static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
             unpack_range(c->job, &c->unpacking, s.mine_from, s.mine_to,
                          slot_of(w, q, chunk) + (size_t)(s.mine_from - s.from) * item);
         }
+    pyhvd_stream_fence();
     add_stage(w, PYHVD_UNPACKING, begin, chunk);
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;

@@ -159,12 +159,14 @@ static inline void prefetch_second(const uint8_t *at, size_t bytes) {
 /* Reduce `bytes` bytes at `own` (this rank's) and theirs[q] (rank q's) into `out`, and store the
  * result at theirs[q] too. Each cache line of a peer then moves between cores twice; it would move
  * three times if the peer fetched the result. The next `more` bytes after theirs[q] are needed
- * afterwards, and may be prefetched. */
+ * afterwards, and may be prefetched. If `streamed`, the bytes go to `out` past the caches. */
 static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint8_t *own,
-                         uint8_t *out, uint8_t *const *theirs, size_t bytes, size_t more) {
+                         uint8_t *out, uint8_t *const *theirs, size_t bytes, size_t more,
+                         int streamed) {
     size_t item = pyhvd_itemsize(job->dtype);
     int inplace = own == out;
     int64_t from[PYHVD_MAX_LOCAL];
+    _Alignas(PYHVD_PREFETCH_BYTES) uint8_t block[BLOCK];
     /* The first block ends at a cache line, so that the later blocks begin at one. */
     size_t length = BLOCK - (uintptr_t)out % PYHVD_PREFETCH_BYTES;
     length -= length % item;
@@ -173,14 +175,16 @@ static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint
         length = MIN(bytes - k, length);
         for (int q = 0; q < w->size; q++)
             from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
-        pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op,
+        uint8_t *result = streamed ? block : out + k;
+        pyhvd_reduce(result, from, (size_t)w->size, length / item, job->dtype, job->op,
                      job->postscale);
         size_t left = inplace ? bytes - k : 0;
         for (int q = 0; q < w->size; q++) {
             if (q == w->rank) continue;
-            store_with_peer(theirs[q] + k, bytes - k + more, out + k, left, length);
+            store_with_peer(theirs[q] + k, bytes - k + more, result, left, length);
             left = 0; /* the first peer's turn has prefetched `out` */
         }
+        if (streamed) pyhvd_stream_copy(out + k, result, length);
     }
 }
 
@@ -201,7 +205,8 @@ static void reduce_range(const pyhvd_window *w, const pyhvd_job *job, size_t *wa
         const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p.offset, item) : mine;
         uint8_t *out = dst ? address_of(dst, p.offset, item) : mine;
         if (!p.offset) prefetch_tensor(job, p.tensor, item);
-        reduce_bytes(w, job, own, out, slots, bytes, (size_t)(to - from) * item);
+        reduce_bytes(w, job, own, out, slots, bytes, (size_t)(to - from) * item,
+                     is_streamed(job, p.tensor));
         for (int q = 0; q < w->size; q++) slots[q] += bytes;
     }
 }
@@ -264,6 +269,7 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
     unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
     unpack_range(c->job, &c->unpacking, s.mine_to, s.to,
                  slot + (size_t)(s.mine_to - s.from) * item);
+    pyhvd_stream_fence(); /* for what reduce_chunk has stored, too */
     pyhvd_add_stage(w, PYHVD_UNPACKING, begin, chunk);
     return PYHVD_OK;
 }
@@ -284,7 +290,7 @@ static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
                 if (q != w->rank) prefetch_second(theirs[q], (size_t)p.count * item);
             }
             uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
-            reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
+            reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0, 0);
         }
     }
 }
