@@ -209,7 +209,8 @@ class FastPathAdapter:
                 self.path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts
             arenas = [starts[rank] for rank in ranks if starts]
-            self.path.open_set(set_id, backend.window, arenas, self._worker.seen)
+            places = self._host_places.get(set_id)
+            self.path.open_set(set_id, backend.window, arenas, self._worker.seen, places)
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return its tensors in flight."""

@@ -10,20 +10,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pyhvd.engine.plans import Plan, make_plan
+from pyhvd.engine.plans import HostPlaces, Plan, make_plan
 from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.messages import Request, RequestType
 from pyhvd.negotiation.turn_slots import digest_of, signature_of
 
 
-def plan_alike(request: Request, splits: Sequence[int], rank: int, members: Sequence[int]) -> Plan | None:
+def plan_alike(
+    request: Request, splits: Sequence[int], rank: int, members: Sequence[int], across: HostPlaces | None
+) -> Plan | None:
     """Return the plan of a call that all set ranks make alike; the arguments are as for :func:`make_plan`.
 
-    ``splits`` are those of each rank (alltoall). All ranks are on one host.
+    ``splits`` are those of each rank (alltoall).
     """
     rows = request.shape[0] if request.type == RequestType.ALLGATHER else 0
     every = np.array([splits] * len(members), np.int64) if splits else None
-    return make_plan(request, rank, members, [rows] * len(members), every, None)
+    return make_plan(request, rank, members, [rows] * len(members), every, across)
 
 
 def learn(
@@ -50,5 +52,5 @@ def learn(
     if signature is None:
         return
     op, postscale = request.kernel_terms(len(members))
-    if (plan := plan_alike(request, splits, rank, members)) is not None:
+    if (plan := plan_alike(request, splits, rank, members, path.places_of(set_id))) is not None:
         path.learn(set_id, signature, digest_of(signature), op, postscale, plan)

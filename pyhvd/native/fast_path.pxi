@@ -14,8 +14,8 @@ os.register_at_fork(after_in_child=_count_generation)
 
 def ready_table_bytes(int size, uint32_t slots, Agreement agreement=None):
     """Return the bytes of a ready table for ``size`` ranks, with ``slots`` per process set."""
-    return _table_bytes(size, slots + TURNS * (agreement is None)) + (
-        0 if agreement is None else pyhvd_agreement_bytes(&agreement.c, slots)
+    return _table_bytes(size, slots + TURNS) + (
+        0 if agreement is None else pyhvd_agreement_bytes(&agreement.c, slots + TURNS)
     )
 
 
@@ -114,9 +114,9 @@ cdef class FastPath(ReadyTableEnd):
         self, uintptr_t base, memory, int rank, int size, uint32_t slots, size_t threshold, bint groups_alone,
         double cycle, code_of, Agreement agreement=None, bint delegates=True
     ):
-        cdef int has_turns = agreement is None
-        pyhvd_ready_table_attach(&self.c.setup.table, <void*>base, rank, size, slots + TURNS * has_turns)
-        self.c.setup.table.has_turns = has_turns
+        slots += TURNS
+        pyhvd_ready_table_attach(&self.c.setup.table, <void*>base, rank, size, slots)
+        self.c.setup.table.has_turns = True
         self.delegates = delegates
         self.ranks = list(range(size))
         if agreement is not None:
@@ -199,18 +199,19 @@ cdef class FastPath(ReadyTableEnd):
         self.arena_from = <int64_t>start
         self.arena_to = <int64_t>(start + nbytes)
 
-    def open_set(self, int set_id, Window window, arenas, uint64_t version=0):
+    def open_set(self, int set_id, Window window, arenas, uint64_t version=0, places=None):
         """Serve a process set's calls through its window, given its ranks' arenas (addresses).
 
         ``version`` is the number of the response list that made the set; 0: it was there from the start.
+        ``places`` are the set's :class:`pyhvd.engine.plans.HostPlaces`, if it has several hosts.
         """
         cdef Turns turns = None
         for q, start in enumerate(arenas):
             window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
         if not pyhvd_fast_path_open(&self.c, <uint32_t>set_id, &window.window):
             raise MemoryError
-        if self.c.setup.table.has_turns:
-            turns = Turns(self, set_id, version)
+        if self.delegates:
+            turns = Turns(self, set_id, version, places)
         self.sets[set_id] = PathSet(window, turns)
 
     def retire_set(self, int set_id):
@@ -314,6 +315,11 @@ cdef class FastPath(ReadyTableEnd):
         cdef PathSet served = self.get_set(set_id)
         if served is not None and served.turns is not None:
             served.turns.restart()
+
+    def places_of(self, int set_id):
+        """Return what :meth:`open_set` was told of a set's hosts."""
+        cdef PathSet served = self.get_set(set_id)
+        return None if served is None or served.turns is None else served.turns.places
 
     def learn(self, int set_id, request, uint64_t digest, int op, double postscale, plan):
         """Remember a call without a name.

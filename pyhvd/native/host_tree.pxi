@@ -71,6 +71,7 @@ cdef int fill_range(
     slots.words = <const uint64_t*><const char*>words
     slots.values = <const uint64_t*><const char*>values
     slots.n = <uint64_t>(len(values) // 8)
+    slots.digests = NULL
     return 0
 
 

@@ -26,12 +26,12 @@ cdef class ReadyTableEnd:
     @property
     def slots(self):
         """Cache slots per process set that may be delegated."""
-        return self.c.setup.table.slots - self.turns if self.delegates else 0
+        return self.c.setup.table.slots - TURNS if self.delegates else 0
 
     @property
     def turns(self):
         """Turn slots per process set; they come after the cache slots."""
-        return TURNS if self.c.setup.table.has_turns else 0
+        return TURNS if self.delegates else 0
 
     def serves(self, int set_id, ranks):
         """Return whether the ranks of a process set can agree in the table."""
@@ -72,12 +72,23 @@ cdef class ReadyTableEnd:
             pyhvd_ready_table_delegate(&self.c.setup.table, <uint32_t>set_id, slot, version)
 
     def delegate_turns(self, int set_id, uint64_t bits, uint64_t version):
-        """Let the ranks of a set, which list ``version`` made, mark these turn slots."""
+        """Let the ranks of a set, which list ``version`` made, mark these turn slots; as :meth:`delegate`."""
+        if self.agreement is not None:
+            for turn in range(TURNS):
+                if bits >> turn & 1:
+                    self.delegate(set_id, self.slots + turn, version)
+            return
         with nogil:
             pyhvd_ready_table_delegate_turns(&self.c.setup.table, <uint32_t>set_id, bits, version)
 
     def recall_turns(self, int set_id, uint64_t bits):
-        """Take turn slots back; the ranks that had marked them submit their calls by message."""
+        """Take turn slots back; the ranks that had marked them submit their calls by message.
+
+        With several hosts, that happens with the next announcement.
+        """
+        if self.agreement is not None:
+            self.recall(set_id, <object>bits << self.slots)
+            return
         with nogil:
             pyhvd_ready_table_recall_turns(&self.c.setup.table, <uint32_t>set_id, bits)
 

@@ -232,6 +232,7 @@ cdef extern from "agreement/host_order.h" nogil:
         const uint64_t* words
         const uint64_t* values
         uint64_t n
+        const uint64_t* digests
 
     ctypedef struct pyhvd_order_list:
         uint64_t number

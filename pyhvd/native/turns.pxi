@@ -52,6 +52,7 @@ cdef class Turns:
     cdef FastPath path
     cdef int set_id
     cdef uint64_t version
+    cdef object places  # of the set's hosts, for plans
     cdef uint64_t next  # number of the next call
     cdef list calls  # the CachedCall of each turn slot; empty before the first signature
     cdef dict signatures  # {(verb, shape): [Signature]}
@@ -61,8 +62,9 @@ cdef class Turns:
     cdef Signature last
     cdef bint closed
 
-    def __cinit__(self, FastPath path, int set_id, uint64_t version):
+    def __cinit__(self, FastPath path, int set_id, uint64_t version, places):
         self.path = path
+        self.places = places
         self.set_id = set_id
         self.version = version
         self.calls = []

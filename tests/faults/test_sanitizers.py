@@ -44,6 +44,7 @@ ROUNDS = {
     "hosts": 200,
     "agreements": 600,
     "ids": 1500,
+    "turns": 600,
 }
 SCENARIOS = [(scenario, ranks, ROUNDS[scenario]) for ranks in (2, 3, MANY) for scenario in ROUNDS]
 

@@ -11,10 +11,26 @@ import pytest
 import pyhvd as hvd
 from pyhvd.testing import RanksFailed, run_ranks
 
+On = Callable[..., list[Any]]
+HOSTS: dict[str, Callable[[int], list[int]]] = {
+    "one host": lambda size: [0] * size,
+    "hosts of one rank": lambda size: list(range(size)),
+    "two hosts": lambda size: [2 * rank // size for rank in range(size)],
+}
 
-def _on(size: int, function: Callable[..., Any], *args: Any, **knobs: Any) -> list[Any]:
-    knobs = {"fast_lane": True, "dynamic_process_sets": True, **knobs}
-    return run_ranks(size, function, *args, timeout=60, knobs=knobs)
+
+@pytest.fixture(params=HOSTS)
+def on(request: pytest.FixtureRequest) -> On:
+    """Return the function that runs ranks on one host, or on several."""
+
+    def run(size: int, function: Callable[..., Any], *args: Any, **knobs: Any) -> list[Any]:
+        hosts = HOSTS[request.param](size)
+        if request.param == "two hosts" and size == 2:
+            pytest.skip("hosts of one rank")
+        knobs = {"fast_lane": True, "dynamic_process_sets": True, **knobs}
+        return run_ranks(size, function, *args, timeout=60, knobs=knobs, hosts=hosts if any(hosts) else None)
+
+    return run
 
 
 def _start(n: int, value: float = 1.0, **how: Any) -> hvd.Handle:
@@ -33,7 +49,7 @@ def _learn(*sizes: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["a", "abc", "abcdefg", "aababbc"])
-def test_loops_with_a_pattern_of_shapes_use_the_fast_path(pattern: str) -> None:
+def test_loops_with_a_pattern_of_shapes_use_the_fast_path(on: On, pattern: str) -> None:
     def body() -> None:
         _learn(*(ord(each) for each in set(pattern) and sorted(set(pattern))))
         for turn in range(150):
@@ -43,10 +59,10 @@ def test_loops_with_a_pattern_of_shapes_use_the_fast_path(pattern: str) -> None:
             assert handle.name == f"noname.{len(set(pattern)) + turn}"
             assert handle.result().tolist() == [2.0 * turn] * n
 
-    _on(2, body)
+    on(2, body)
 
 
-def test_all_verbs_are_remembered() -> None:
+def test_all_verbs_are_remembered(on: On) -> None:
     def body() -> None:
         rank, size = hvd.rank(), hvd.size()
         for turn in range(4):
@@ -77,10 +93,10 @@ def test_all_verbs_are_remembered() -> None:
             assert np.array_equal(got[5][0], np.concatenate([e[first : first + rank + 1] for e in every]))
             assert np.array_equal(got[6], total[2 * rank : 2 * rank + 2])
 
-    _on(3, body)
+    on(3, body)
 
 
-def test_more_calls_in_flight_than_turn_slots() -> None:
+def test_more_calls_in_flight_than_turn_slots(on: On) -> None:
     def body() -> None:
         _learn(4)
         for _ in range(5):
@@ -90,10 +106,10 @@ def test_more_calls_in_flight_than_turn_slots() -> None:
         assert _is_fast(handle), "the turn slots are delegated again"
         handle.result()
 
-    _on(2, body)
+    on(2, body)
 
 
-def test_a_mismatch_names_both_lines_and_the_number() -> None:
+def test_a_mismatch_names_both_lines_and_the_number(on: On) -> None:
     def body() -> None:
         _learn(4, 5)
         with pytest.raises(hvd.MismatchError, match=r"'noname\.2'") as caught:
@@ -107,10 +123,57 @@ def test_a_mismatch_names_both_lines_and_the_number() -> None:
         assert _is_fast(handle), "the turn slots are delegated again"
         handle.result()
 
-    _on(2, body)
+    on(2, body)
 
 
-def test_one_rank_goes_by_message_and_the_others_mark() -> None:
+SHAPES = ([0, 0, 1, 1], [0, 1, 1, 0], list(range(10)), [k // 2 for k in range(18)])
+
+
+@pytest.mark.parametrize("hosts", SHAPES, ids=len)
+@pytest.mark.parametrize("odd", [0, 1, -1])
+def test_a_mismatch_across_hosts_reaches_every_rank(hosts: list[int], odd: int) -> None:
+    """With more than 8 hosts the rank that differs is on a top, or below one."""
+
+    def body() -> None:
+        size = hvd.size()
+        _learn(4, 5)
+        for turn in range(3):
+            differs = hvd.rank() == (odd + turn * size // 3) % size
+            with pytest.raises(hvd.MismatchError, match=rf"'noname\.{2 + 5 * turn}'") as caught:
+                _start(4 + differs).result()
+            assert caught.value.per_rank.keys() == set(range(size))
+            for value in caught.value.per_rank.values():
+                assert value.site.endswith(" in _start")
+            fast = 0
+            for k in range(4):
+                handle = _start(4, k)
+                fast += _is_fast(handle)
+                assert handle.result().tolist() == [float(size) * k] * 4
+            assert fast >= 3, "the turn slots are delegated again"
+
+    knobs = {"fast_lane": True, "dynamic_process_sets": True}
+    run_ranks(len(hosts), body, timeout=100, knobs=knobs, hosts=hosts)
+
+
+def test_hosts_below_a_top_use_turn_slots() -> None:
+    def body() -> None:
+        _learn(4, 5, 6)
+        for turn in range(100):
+            if hvd.rank() == turn % 10 and not turn % 7:  # an array that the fast path does not take
+                handle = hvd.allreduce_async(np.full(8, turn, np.float32)[::2], op=hvd.Sum)
+            else:
+                handle = _start(4, turn)
+            assert handle.result().tolist() == [10.0 * turn] * 4
+            handles = [_start(4 + k % 3, k) for k in range(5)]
+            for k, each in enumerate(handles):
+                assert each.result().tolist() == [10.0 * k] * (4 + k % 3)
+        assert hvd.metrics().tensors["allreduce"]["fast"] > 300
+
+    knobs = {"fast_lane": True, "dynamic_process_sets": True}
+    run_ranks(10, body, timeout=100, knobs=knobs, hosts=list(range(10)))
+
+
+def test_one_rank_goes_by_message_and_the_others_mark(on: On) -> None:
     def body() -> None:
         _learn(4)
         for turn in range(100):
@@ -122,10 +185,10 @@ def test_one_rank_goes_by_message_and_the_others_mark() -> None:
             assert handle.result().tolist() == [3.0] * 4
             assert _start(4).result().tolist() == [3.0] * 4
 
-    _on(3, body)
+    on(3, body)
 
 
-def test_another_verb_is_a_mismatch() -> None:
+def test_another_verb_is_a_mismatch(on: On) -> None:
     def body() -> None:
         _learn(4)
         hvd.allgather(np.ones(4, np.float32))
@@ -134,10 +197,10 @@ def test_another_verb_is_a_mismatch() -> None:
             handle.result()
         assert _start(4).result().tolist() == [2.0] * 4
 
-    _on(2, body)
+    on(2, body)
 
 
-def test_rows_that_differ_are_gathered_by_message() -> None:
+def test_rows_that_differ_are_gathered_by_message(on: On) -> None:
     def body() -> None:
         _learn(4)
         for turn in range(70):
@@ -146,10 +209,10 @@ def test_rows_that_differ_are_gathered_by_message() -> None:
             assert got.ravel().tolist() == [0] * (1 + turn % 2) + [1] * (1 + (turn + 1) % 2)
             assert _start(4).result().tolist() == [2.0] * 4
 
-    _on(2, body)
+    on(2, body)
 
 
-def test_a_join_waits_for_calls_that_are_marked() -> None:
+def test_a_join_waits_for_calls_that_are_marked(on: On) -> None:
     def body() -> None:
         for _ in range(3):
             _learn(4)
@@ -166,27 +229,29 @@ def test_a_join_waits_for_calls_that_are_marked() -> None:
             assert handle.name == "noname.0"
             assert handle.result().tolist() == [3.0] * 4
 
-    _on(3, body)
+    on(3, body)
 
 
-def test_process_sets_count_apart_and_come_again() -> None:
+@pytest.mark.parametrize("other", [1, 2])
+def test_process_sets_count_apart_and_come_again(on: On, other: int) -> None:
     def body() -> None:
         _learn(4)
+        agrees = hvd.cross_size() < 3  # its ranks are on every host, or on one
         for _ in range(3):
-            added = hvd.add_process_set([0, 1])
-            if hvd.rank() < 2:
+            added = hvd.add_process_set([0, other])
+            if hvd.rank() in (0, other):
                 for turn in range(5):
                     handle = _start(4, process_set=added)
                     assert handle.name == f"noname.{turn}"
-                    assert _is_fast(handle) == (turn > 0)
+                    assert _is_fast(handle) == (turn > 0 and agrees)
                     assert handle.result().tolist() == [2.0] * 4
             assert _start(4).result().tolist() == [3.0] * 4
             hvd.remove_process_set(added)
 
-    _on(3, body)
+    on(3, body)
 
 
-def test_a_removed_set_ends_its_calls() -> None:
+def test_a_removed_set_ends_its_calls(on: On) -> None:
     def body() -> None:
         added = hvd.add_process_set([0, 1])
         if hvd.rank() < 2:
@@ -198,10 +263,10 @@ def test_a_removed_set_ends_its_calls() -> None:
             with pytest.raises(hvd.HorovodInternalError):
                 handle.result()
 
-    _on(3, body)
+    on(3, body)
 
 
-def test_a_rank_that_refuses_its_call_tells_the_others() -> None:
+def test_a_rank_that_refuses_its_call_tells_the_others(on: On) -> None:
     def body() -> None:
         _learn(4)
         if hvd.rank() == 0:
@@ -212,10 +277,10 @@ def test_a_rank_that_refuses_its_call_tells_the_others() -> None:
                 _start(4).result()
         assert _start(4).result().tolist() == [2.0] * 4
 
-    _on(2, body)
+    on(2, body)
 
 
-def test_a_stalled_call_is_named_with_its_number() -> None:
+def test_a_stalled_call_is_named_with_its_number(on: On) -> None:
     def body() -> None:
         _learn(4)
         if hvd.rank() == 0:
@@ -226,10 +291,10 @@ def test_a_stalled_call_is_named_with_its_number() -> None:
             hvd.allreduce(np.ones(1), name="another")
 
     with pytest.raises(RanksFailed, match="as expected"):
-        _on(2, body, stall_check_time_seconds=0.2, stall_shutdown_time_seconds=1.0)
+        on(2, body, stall_check_time_seconds=0.2, stall_shutdown_time_seconds=1.0)
 
 
-def test_shutdown_ends_calls_in_flight() -> None:
+def test_shutdown_ends_calls_in_flight(on: On) -> None:
     def body() -> None:
         _learn(4)
         handle = _start(4) if hvd.rank() == 0 else None
@@ -238,11 +303,11 @@ def test_shutdown_ends_calls_in_flight() -> None:
             with pytest.raises(hvd.HorovodInternalError):
                 handle.result()
 
-    _on(2, body)
+    on(2, body)
 
 
 @pytest.mark.parametrize("knobs", [{"cache_capacity": 0}, {"fast_lane": False}, {"check": "results"}])
-def test_without_a_fast_path_they_go_by_message(knobs: dict[str, Any]) -> None:
+def test_without_a_fast_path_they_go_by_message(on: On, knobs: dict[str, Any]) -> None:
     def body() -> None:
         for turn in range(3):
             handle = _start(4)
@@ -250,4 +315,4 @@ def test_without_a_fast_path_they_go_by_message(knobs: dict[str, Any]) -> None:
             assert handle.name == f"noname.{turn}"
             assert handle.result().tolist() == [2.0] * 4
 
-    _on(2, body, **knobs)
+    on(2, body, **knobs)

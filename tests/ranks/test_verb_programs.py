@@ -12,7 +12,7 @@ from tests.ranks.verb_programs import run_program
 PROGRAMS = 1000 if thinning.long else 200 if thinning.full else 40
 STEPS = 6
 AT_ONCE = 20
-HOSTS = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 1], [0, 1, 0, 1])
+HOSTS = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 1], [0, 1, 0, 1], list(range(9)))
 """Programs of one job."""
 
 

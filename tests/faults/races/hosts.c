@@ -70,3 +70,32 @@ void link_up(pyhvd_window *w, pyhvd_exchange *e, const layout *l, int rank, uint
     w->slots = PYHVD_ACROSS_SLOTS;
     w->exchange = e;
 }
+
+/* Find a host's neighbours. */
+static void find_neighbours(pyhvd_agreement *a, const layout *l, int host) {
+    if (pyhvd_host_tree_init(&a->tree, (uint32_t)host, (uint32_t)l->hosts, l->parents))
+        fail("no tree");
+}
+
+void *make_table(const layout *l, int host, uint32_t slots) {
+    pyhvd_agreement a;
+    find_neighbours(&a, l, host);
+    return make(pyhvd_ready_table_bytes(l->ranks[host], slots) + pyhvd_agreement_bytes(&a, slots));
+}
+
+void attach_table(pyhvd_ready_table *t, pyhvd_agreement *a, void *base, const layout *l, int rank,
+                  uint32_t slots) {
+    int host = l->host_of[rank], first = l->first[host], size = l->ranks[host];
+    pyhvd_ready_table_attach(t, base, rank - first, size, slots);
+    find_neighbours(a, l, host);
+    a->messages = -1;
+    for (int g = 0; g < l->hosts; g++) a->fds[g] = g == host ? -1 : l->fds[l->slices][host][g];
+    for (int q = 0; q < size; q++) {
+        a->progress_bells[q] = l->bells[1][first + q];
+        a->background_bells[q] = l->bells[2][first + q];
+        a->ranks[q] = (uint32_t)(first + q);
+    }
+    pyhvd_agreement_attach(a, (uint8_t *)base + pyhvd_ready_table_bytes(size, slots), slots);
+    t->agreement = a;
+    if (!t->rank) pyhvd_agreement_clear(a, slots);
+}

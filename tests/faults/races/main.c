@@ -106,7 +106,8 @@ int main(int argc, char **argv) {
     } scenarios[] = {
         {"windows", play_windows}, {"aborts", play_aborts},           {"table", play_table},
         {"paths", play_paths},     {"path-aborts", play_path_aborts}, {"calls", play_calls},
-        {"hosts", play_hosts},     {"agreements", play_agreements},   {"ids", play_ids}};
+        {"hosts", play_hosts},     {"agreements", play_agreements},   {"ids", play_ids},
+        {"turns", play_turns}};
     if (argc != 5) fail("usage: races SCENARIO RANKS ROUNDS SEED");
     terms t = {atoi(argv[2]), atoi(argv[3]), strtoull(argv[4], NULL, 10)};
     if (t.size < 1 || t.size > MOST_RANKS) fail("1 to %d ranks", MOST_RANKS);

@@ -221,7 +221,8 @@ static void take_refused(end *e) {
 void __real_pyhvd_ready_table_advance(pyhvd_ready_table *t);
 void __wrap_pyhvd_ready_table_advance(pyhvd_ready_table *t);
 void __wrap_pyhvd_ready_table_advance(pyhvd_ready_table *t) {
-    const pyhvd_log_entry *entry = t->agreement ? pyhvd_ready_table_next(t) : NULL;
+    int noted = t->agreement && !t->has_turns; /* those of turns.c are of another kind */
+    const pyhvd_log_entry *entry = noted ? pyhvd_ready_table_next(t) : NULL;
     if (entry && !entry->set) {
         end *e = (end *)((uint8_t *)t - offsetof(end, path.setup.table));
         uint64_t what = entry->kind == PYHVD_LIST ? entry->number : entry->words[0];
@@ -244,7 +245,7 @@ static uint64_t slots_of(int which) {
 /* Rank 0: over several hosts, recall a call's slots (for list `number`), or delegate them. */
 static void announce_slots(end *e, uint32_t kind, int which, uint64_t number, uint64_t version) {
     uint64_t bits = slots_of(which), everyone = ((uint64_t)1 << e->s->t->size) - 1;
-    pyhvd_slot_range range = {kind, known[which].set, 0, 1, &bits, &version, version ? 1 : 0};
+    pyhvd_slot_range range = {kind, known[which].set, 0, 1, &bits, &version, version ? 1 : 0, NULL};
     pyhvd_order_list list = {number, (const uint8_t *)&everyone, number ? sizeof everyone : 0, 1,
                              &range};
     while (!pyhvd_agreement_announce_list(&e->path.setup.table, &list)) {
@@ -427,40 +428,14 @@ static void install(end *e, int which) {
     if (!e->rank) delegate(e, which, 1);
 }
 
-/* Find a host's neighbours. */
-static void find_neighbours(pyhvd_agreement *a, const layout *l, int host) {
-    if (pyhvd_host_tree_init(&a->tree, (uint32_t)host, (uint32_t)l->hosts, l->parents))
-        fail("no tree");
-}
-
-/* Allocate the ready table of a host, with its agreement. */
-static void *make_base(const layout *l, int host) {
-    pyhvd_agreement a;
-    find_neighbours(&a, l, host);
-    return make(pyhvd_ready_table_bytes(l->ranks[host], SLOTS) + pyhvd_agreement_bytes(&a, SLOTS));
-}
-
 /* Attach the ready table of a rank's host; over several hosts, with its agreement. */
 static void attach(end *e, const stage *s) {
     const layout *l = s->hosts;
     pyhvd_ready_table *t = &e->path.setup.table;
-    pyhvd_agreement *a = &e->agreement;
-    int host = l ? l->host_of[e->rank] : 0, first = l ? l->first[host] : 0;
-    int size = l ? l->ranks[host] : s->t->size;
-    pyhvd_ready_table_attach(t, s->bases[host], e->rank - first, size, SLOTS);
-    if (!l) return;
-    find_neighbours(a, l, host);
-    a->messages = -1;
-    for (int g = 0; g < l->hosts; g++) a->fds[g] = g == host ? -1 : l->fds[l->slices][host][g];
-    for (int q = 0; q < size; q++) {
-        a->progress_bells[q] = l->bells[1][first + q];
-        a->background_bells[q] = l->bells[2][first + q];
-        a->ranks[q] = (uint32_t)(first + q);
-    }
-    pyhvd_agreement_attach(a, (uint8_t *)s->bases[host] + pyhvd_ready_table_bytes(size, SLOTS),
-                           SLOTS);
-    t->agreement = a;
-    if (!t->rank) pyhvd_agreement_clear(a, SLOTS);
+    if (l)
+        attach_table(t, &e->agreement, s->bases[l->host_of[e->rank]], l, e->rank, SLOTS);
+    else
+        pyhvd_ready_table_attach(t, s->bases[0], e->rank, s->t->size, SLOTS);
 }
 
 /* Open a set on this rank. */
@@ -592,7 +567,8 @@ static void play_one(const terms *t, int aborts, uint64_t which, layout *hosts) 
     s->hosts = hosts;
     s->aborter = (int)roll(&plan, (uint64_t)s->members[s->aborted]);
     for (int h = 0; h < (hosts ? hosts->hosts : 1); h++)
-        s->bases[h] = hosts ? make_base(hosts, h) : make(pyhvd_ready_table_bytes(t->size, SLOTS));
+        s->bases[h] = hosts ? make_table(hosts, h, SLOTS)
+                            : make(pyhvd_ready_table_bytes(t->size, SLOTS));
     for (int set = 0; set < SETS; set++) make_areas(s->areas[set], s->members[set], CAPACITY);
     for (int q = 0; q < t->size; q++) {
         s->arenas[q] = make(UNITS * LONGEST * sizeof(int64_t));

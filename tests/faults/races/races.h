@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "agreement/agreement.h"
 #include "exchange/exchange.h"
 #include "window/window.h"
 
@@ -75,6 +76,11 @@ void part_hosts(const layout *l);
 void link_up(pyhvd_window *w, pyhvd_exchange *e, const layout *l, int rank, uint8_t *const *areas,
              size_t capacity);
 
+/* Allocate the ready table of a host, with its agreement; attach it on a rank of the host. */
+void *make_table(const layout *l, int host, uint32_t slots);
+void attach_table(pyhvd_ready_table *t, pyhvd_agreement *a, void *base, const layout *l, int rank,
+                  uint32_t slots);
+
 /* Write the note with which a rank aborts; return whether a note is that one. */
 size_t write_note(uint8_t *note, int rank, uint64_t which);
 int is_note(const uint8_t *note, size_t bytes, int rank, uint64_t which);
@@ -88,5 +94,6 @@ void play_ids(const terms *t);
 void play_paths(const terms *t);
 void play_path_aborts(const terms *t);
 void play_agreements(const terms *t);
+void play_turns(const terms *t);
 
 #endif

@@ -32,6 +32,8 @@ The invariants are those of ``host_order.h``, which implements this model. In sh
    has taken the entry that decided or recalled the payload's slots.
 9. A stamp is at least the known stamps of the message's slots. So the message that completes several slots
    makes one batch of them.
+10. An announcement carries a digest of each slot. A batch says of which of its slots the digests differ.
+    They are those of one round, so all hosts find the same slots unlike.
 
 One delay is enough for a slot: a host that announces one raises its count above all counts that it knows. So
 its count has reached the stamps that the others will give, and the last announcement makes the slot final
@@ -42,9 +44,12 @@ own count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+UNLIKE = 2**64 - 1
+"""Instead of a digest: those of two hosts differ."""
 
 
 class Slot(NamedTuple):
@@ -86,6 +91,8 @@ class Message:
     entries: int
     slots: tuple[tuple[Slot, Round], ...] = ()
     carried: ResponseList | None = None
+    digests: tuple[int, ...] = ()
+    """One for each slot."""
 
 
 @dataclass(frozen=True, order=True)
@@ -97,15 +104,25 @@ class Entry:
     set: int = -1
     slots: tuple[Slot, ...] = ()
     number: int = -1
+    unlike: tuple[Slot, ...] = ()
 
 
 @dataclass
 class Cell:
-    """What is known of one round of a slot: the hosts that have announced it, and their highest stamp."""
+    """What is known of one round of a slot.
+
+    These are the hosts that have announced it, their highest stamp, and what their digests make together.
+    """
 
     round: Round = field(default_factory=Round)
     hosts: set[int] = field(default_factory=set)
     time: int = 0
+    digest: int = 0
+
+
+def compare(a: int, b: int) -> int:
+    """Return what two digests make together."""
+    return a if a == b else UNLIKE
 
 
 @dataclass
@@ -146,7 +163,12 @@ class HostOrder:
         self.taken = [0] * self.hosts
         self.entries = [0] * self.hosts
 
-    def announce(self, slots: Iterable[Slot], carried: ResponseList | None = None) -> Message | None:
+    def announce(
+        self,
+        slots: Iterable[Slot],
+        carried: ResponseList | None = None,
+        digests: Mapping[Slot, int] | None = None,
+    ) -> Message | None:
         """Announce slots that are complete on this host, and on host 0 a list; None: the ring has no room."""
         if carried is not None and self._place(self._tail) + carried.size - min(self.taken) > self.ring:
             return None
@@ -154,9 +176,11 @@ class HostOrder:
         turns = tuple((slot, self.round_of(slot)) for slot in sorted(slots))
         stamp = max([before + 1, *(self._cell(slot).time for slot, _ in turns)])
         others = [count for host, count in enumerate(self.counts) if host != self.host]
-        own = Message(before, stamp, stamp, self.taken[self.host], self.entries[self.host], turns, carried)
+        values = tuple((digests or {}).get(slot, 0) for slot, _ in turns)
+        taken, entries = self.taken[self.host], self.entries[self.host]
+        own = Message(before, stamp, stamp, taken, entries, turns, carried, values)
         self._carry_out(self.host, own)
-        return self._finish(before, stamp, max(others, default=0) + 1, turns, carried)
+        return self._finish(own, max(others, default=0) + 1)
 
     def owed(self) -> Message | None:
         """Return the message that this host owes, or None.
@@ -167,7 +191,7 @@ class HostOrder:
         acknowledges = self.host != 0 and self.taken[self.host] - self._told > self.ring // 2
         if self._latest <= before and not acknowledges:
             return None
-        return self._finish(before, before + 1, before + 1)
+        return self._finish(Message(before, before + 1, 0, 0, self.entries[self.host]), before + 1)
 
     def receive(self, source: int, message: Message) -> None:
         """Take the next message of another host."""
@@ -190,14 +214,19 @@ class HostOrder:
             return None
         self.entries[self.host] += 1
         batch = tuple(sorted(slot for at, slot in complete if at == time and slot.set == first.set))
+        unlike = tuple(slot for slot in batch if self.digest_of(slot) == UNLIKE)
         for slot in batch:
             recalls, parity = self.round_of(slot)
             self._begin_round(slot, Round(recalls, 1 - parity))
-        return Entry(time, True, first.set, batch), None
+        return Entry(time, True, first.set, batch, unlike=unlike), None
 
     def round_of(self, slot: Slot) -> Round:
         """Return the current round of a slot."""
         return self._cell(slot).round
+
+    def digest_of(self, slot: Slot) -> int:
+        """Return what the known digests of a slot make together."""
+        return self._cell(slot).digest
 
     def has_announced(self, slot: Slot) -> bool:
         """Return whether this host has announced a slot in its current round."""
@@ -221,8 +250,8 @@ class HostOrder:
         return position + (left if left < self.ring // 4 else 0)
 
     def _carry_out(self, source: int, message: Message) -> None:
-        for slot, turn in message.slots:
-            self._record(slot, source, message.stamp, turn)
+        for (slot, turn), digest in zip(message.slots, message.digests, strict=True):
+            self._record(slot, source, message.stamp, turn, digest)
         if message.carried is not None:
             assert source == 0
             self._tail = self._place(self._tail) + message.carried.size
@@ -230,18 +259,11 @@ class HostOrder:
             self._lists.append((message.stamp, self._tail, message.carried))
             self._latest = max(self._latest, message.stamp)
 
-    def _finish(
-        self,
-        before: int,
-        stamp: int,
-        above: int,
-        turns: tuple[tuple[Slot, Round], ...] = (),
-        carried: ResponseList | None = None,
-    ) -> Message:
+    def _finish(self, message: Message, above: int) -> Message:
         """Raise the own count, and return the message that tells it."""
-        self.counts[self.host] = upto = max(stamp, above, self._latest)
+        self.counts[self.host] = upto = max(message.stamp, above, self._latest)
         self._told = self.taken[self.host]
-        return Message(before, stamp, upto, self._told, self.entries[self.host], turns, carried)
+        return replace(message, upto=upto, taken=self._told)
 
     def _take_list(self) -> tuple[Entry, ResponseList]:
         time, self.taken[self.host], carried = self._lists.popleft()
@@ -251,7 +273,7 @@ class HostOrder:
             self._begin_round(slot, Round(recalls + 1, parity))
         return Entry(time, False, number=carried.number), carried
 
-    def _record(self, slot: Slot, host: int, stamp: int, turn: Round) -> None:
+    def _record(self, slot: Slot, host: int, stamp: int, turn: Round, digest: int) -> None:
         cell = self._cell(slot)
         if turn != cell.round:
             later = self._next.get(slot)
@@ -262,6 +284,7 @@ class HostOrder:
             cell = later
         assert turn == cell.round, "later rounds with as many recalls have one parity"
         assert host not in cell.hosts, f"{slot} is announced already"
+        cell.digest = compare(cell.digest, digest) if cell.hosts else digest
         cell.hosts.add(host)
         cell.time = max(cell.time, stamp)
         self._note_complete(slot)

@@ -15,14 +15,17 @@ The invariants are those of ``host_tree.h``, which implements this model. In sho
 3. A recall that the parent has taken is on the way to a child until the parent has taken it from the order
    below, too. Until then no announcement of this child counts: it may be older than the recall.
 4. A parent takes an entry only if the rings of all orders below have room for any list.
-5. A parent owes nothing below.
+5. A digest that a host announces above is that of its own and its children's digests together. Below, a
+   parent announces the child's own digest of a slot, or UNLIKE if the slot's digests differ.
+6. A parent owes nothing below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 
-from tests.unit.native.host_order import Entry, HostOrder, Message, ResponseList, Slot
+from tests.unit.native.host_order import UNLIKE, Entry, HostOrder, Message, ResponseList, Slot, compare
 
 Post = list[tuple[int, Message]]
 """Messages, and the hosts to which they go."""
@@ -47,13 +50,23 @@ class HostTree:
         self.below = {child: HostOrder(0, 2) for child, parent in enumerate(parents) if parent == host}
         self._is_top = is_top
 
-    def announce(self, marked: Iterable[Slot], carried: ResponseList | None = None) -> Post | None:
+    def announce(
+        self,
+        marked: Iterable[Slot],
+        carried: ResponseList | None = None,
+        digests: Mapping[Slot, int] | None = None,
+    ) -> Post | None:
         """Announce above what is complete of the marked slots, and a list; None: the ring has no room."""
         fresh = [slot for slot in marked if not self.upper.has_announced(slot)]
         slots = [slot for slot in fresh if all(order.is_offered(slot) for order in self.below.values())]
         if not slots and carried is None:
             return []
-        message = self.upper.announce(slots, carried)
+        own = {slot: (digests or {}).get(slot, 0) for slot in slots}
+        together = {
+            slot: reduce(compare, (order.digest_of(slot) for order in self.below.values()), digest)
+            for slot, digest in own.items()
+        }
+        message = self.upper.announce(slots, carried, together)
         return None if message is None else self._to_all_above(message)
 
     def owed(self) -> Post:
@@ -80,7 +93,8 @@ class HostTree:
         entry, carried = taken
         post = []
         for child, order in self.below.items():
-            message = order.announce(entry.slots, carried)
+            own = {slot: order.digest_of(slot) for slot in entry.slots}
+            message = order.announce(entry.slots, carried, own | dict.fromkeys(entry.unlike, UNLIKE))
             assert message is not None
             post.append((child, message))
             self._take_below(child)

@@ -30,6 +30,7 @@ class Host:
     marked: set[Slot] = field(default_factory=set)
     decided: Counter[Slot] = field(default_factory=Counter)
     returned: int = 0
+    digests: dict[Slot, int] = field(default_factory=dict)
 
     @property
     def shared(self) -> list[Entry]:
@@ -51,6 +52,7 @@ class Cluster:
         self.open: set[Slot] = set()  # delegated, by the lists that host 0 has sent
         # all stamps: by slot, recalls and decisions of it on the sender, and host
         self.stamps: dict[tuple[Slot, int, int], dict[int, int]] = defaultdict(dict)
+        self.digests: dict[tuple[Slot, int, int], dict[int, int]] = defaultdict(dict)  # likewise
 
     def send(self, source: int, message: Message, payload: Payload = None) -> None:
         self.sent += 1
@@ -69,15 +71,23 @@ class Cluster:
         slots = wanted & here.delegated - here.marked
         if slots:
             here.marked |= slots
+            self.compare_later(host, slots)
             staged = self.sent % 8  # some hosts have not staged all
             payload = here.payloads.collect(slots) if staged else None
             assert self.announce(host, slots, payload=payload)
+
+    def compare_later(self, host: int, slots: set[Slot]) -> None:
+        """Choose digests of the slots of the last word, which hosts mostly have alike."""
+        here = self.hosts[host]
+        for slot in slots:
+            digest = here.digests[slot] = (1 + (self.sent % 7 == 0)) * (slot.number >= 64)
+            self.digests[slot, here.order.round_of(slot).recalls, here.decided[slot]][host] = digest
 
     def announce(
         self, host: int, slots: set[Slot], made: ResponseList | None = None, payload: Payload = None
     ) -> bool:
         """Send the message with slots and a list; return False if the list has no room."""
-        message = self.hosts[host].order.announce(slots, made)
+        message = self.hosts[host].order.announce(slots, made, self.hosts[host].digests)
         if message is not None:
             self.send(host, message, payload)
         return message is not None
@@ -101,6 +111,7 @@ class Cluster:
         before = self.open, here.marked
         self.open = self.open - recalled | delegated
         here.marked = here.marked | marked
+        self.compare_later(0, marked)
         self.lists.append(made)
         if done := self.announce(0, marked, made):
             return done
@@ -155,11 +166,20 @@ class Cluster:
         """Check a batch: every host has announced its slots, and their highest stamps are its time."""
         assert here.marked >= set(entry.slots), "decided, but not marked here"
         here.marked -= set(entry.slots)
+        assert entry.unlike == self.find_unlike(here, entry)
         for slot in entry.slots:
             stamps = self.stamps[slot, here.order.round_of(slot).recalls, here.decided[slot]]
             assert len(stamps) == len(self.hosts)
             assert max(stamps.values()) == entry.time
             here.decided[slot] += 1
+
+    def find_unlike(self, here: Host, entry: Entry) -> tuple[Slot, ...]:
+        """Return the slots of a batch for which the hosts have chosen different digests."""
+        chosen = {
+            slot: self.digests[slot, here.order.round_of(slot).recalls, here.decided[slot]]
+            for slot in entry.slots
+        }
+        return tuple(slot for slot in entry.slots if len(set(chosen[slot].values())) > 1)
 
     def compare(self, host: int) -> None:
         mine = self.hosts[host].shared

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ctypes import POINTER, Structure, byref, c_int, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ RING, LIST_MAX = 131072, 32768
 UNIT = RING // 16
 """Bytes of a list of size 1 in the model, whose ring has room for 16."""
 BATCH, LIST = 1, 2
-ANNOUNCED, RECALLED, DELEGATED = 1, 2, 3
+ANNOUNCED, RECALLED, DELEGATED, COMPARED = 1, 2, 3, 4
 LATER, INVALID = -3, -4
 CAPACITY = 128
 ROOM = 65536
@@ -79,6 +79,7 @@ class SlotRange(Structure):
         ("words", POINTER(c_uint64)),
         ("values", POINTER(c_uint64)),
         ("n", c_uint64),
+        ("digests", POINTER(c_uint64)),
     )
 
 
@@ -100,6 +101,7 @@ class LogEntry(Structure):
         ("end", c_uint32),
         ("time", c_uint64),
         ("words", c_uint64 * RANGE_WORDS),
+        ("unlike", c_uint64),
         ("number", c_uint64),
         ("audience", POINTER(c_uint8)),
         ("audience_bytes", c_uint32),
@@ -159,13 +161,20 @@ def words_of(data: bytes) -> ctypes.Array[c_uint64]:
     return (c_uint64 * ((len(data) + 7) // 8)).from_buffer_copy(data + bytes(-len(data) % 8))
 
 
-def range_of(kind: int, slots: list[Slot], values: list[int]) -> SlotRange:
-    """Return the range of some slots of one set."""
+def range_of(
+    kind: int, slots: list[Slot], values: list[int], digests: Mapping[Slot, int] | None = None
+) -> SlotRange:
+    """Return the range of some slots of one set, with digests of slots from 64 on."""
     first, end = min(slots).number // 64, max(slots).number // 64 + 1
     words = (c_uint64 * (end - first))()
     for slot in slots:
         words[slot.number // 64 - first] |= 1 << slot.number % 64
-    return SlotRange(kind, slots[0].set, first, end, words, (c_uint64 * len(values))(*values), len(values))
+    compared = (c_uint64 * 64)()
+    for slot, digest in (digests or {}).items():
+        if slot in slots and slot.number >= 64:
+            compared[slot.number % 64] = digest
+    packed = (c_uint64 * len(values))(*values)
+    return SlotRange(kind, slots[0].set, first, end, words, packed, len(values), compared)
 
 
 def by_set(slots: Iterable[Slot]) -> list[list[Slot]]:
@@ -210,15 +219,18 @@ def audience_of(carried: ResponseList, size: int) -> bytes:
     return bytes([len(hosts), *hosts]).ljust(size, bytes([carried.number % 256]))
 
 
-def decode_sections(data: bytes) -> list[tuple[int, list[Slot], list[int]]]:
-    """Return kind, slots and values of each section."""
+def decode_sections(data: bytes) -> list[tuple[int, list[Slot], list[int], list[int]]]:
+    """Return kind, slots, values and digests of each section."""
     found, at = [], 0
     while at < len(data):
         head = Section.from_buffer_copy(data, at)
         count = head.end - head.first
         words = (c_uint64 * (count + head.n)).from_buffer_copy(data, at + ctypes.sizeof(Section))
         slots = slots_in(head.set, head.first, words[:count])
-        found.append((head.kind, slots, words[count:] * (len(slots) if head.n == 1 else 1)))
+        last = words[count - 1].bit_count() if head.kind == COMPARED else 0
+        values, digests = words[count : count + head.n - last], words[count + head.n - last :]
+        every = [0] * (len(slots) - last) + digests
+        found.append((head.kind, slots, values * (len(slots) if len(values) == 1 else 1), every))
         at += ctypes.sizeof(Section) + ctypes.sizeof(words)
     return found
 
@@ -230,7 +242,7 @@ def decode_list(data: bytes, sent: ResponseList) -> ResponseList:
     sections = data[ctypes.sizeof(ListHead) + (head.audience_bytes + 7) // 8 * 8 :]
     assert audience == audience_of(sent, len(audience))
     slots: dict[int, set[Slot]] = {RECALLED: set(), DELEGATED: set()}
-    for kind, some, values in decode_sections(sections):
+    for kind, some, values, _ in decode_sections(sections):
         slots[kind] |= set(some)
         assert values == [version_of(sent, slot) for slot in some if kind == DELEGATED]
     hosts = frozenset(audience[1 : 1 + audience[0]])
@@ -243,15 +255,17 @@ def decode(data: bytes, sent: ResponseList | None) -> Message:
     """Return the message in these bytes."""
     head = Header.from_buffer_copy(data)
     end = head.list or len(data)
+    sections = decode_sections(data[ctypes.sizeof(Header) : end])
     slots = [
         (slot, Round(value >> 1, value & 1))
-        for kind, some, values in decode_sections(data[ctypes.sizeof(Header) : end])
+        for _, some, values, _ in sections
         for slot, value in zip(some, values, strict=True)
     ]
+    digests = tuple(digest for *_, some in sections for digest in some)
     assert (sent is None) == (head.list == 0)
     carried = decode_list(data[end:], sent) if sent is not None else None
     return Message(
-        head.before, head.stamp, head.upto, head.taken // UNIT, head.entries, tuple(slots), carried
+        head.before, head.stamp, head.upto, head.taken // UNIT, head.entries, tuple(slots), carried, digests
     )
 
 
@@ -289,9 +303,15 @@ class Native:
         assert memory.startswith(guard)
         assert memory.endswith(guard)
 
-    def announce(self, slots: Iterable[Slot], carried: ResponseList | None, room: int = ROOM) -> bytes | int:
+    def announce(
+        self,
+        slots: Iterable[Slot],
+        carried: ResponseList | None,
+        room: int = ROOM,
+        digests: Mapping[Slot, int] | None = None,
+    ) -> bytes | int:
         """Return the message, or the error."""
-        ranges = [range_of(0, some, []) for some in by_set(slots)]
+        ranges = [range_of(0, some, [], digests) for some in by_set(slots)]
         array = (SlotRange * len(ranges))(*ranges)
         made = byref(list_of(carried)) if carried is not None else None
         done = self.c.pyhvd_host_order_announce(
@@ -335,10 +355,15 @@ class Twin(HostOrder):
         super().__init__(host, hosts)
         self.native = Native(c, host, hosts)
 
-    def announce(self, slots: Iterable[Slot], carried: ResponseList | None = None) -> Message | None:
+    def announce(
+        self,
+        slots: Iterable[Slot],
+        carried: ResponseList | None = None,
+        digests: Mapping[Slot, int] | None = None,
+    ) -> Message | None:
         slots = list(slots)
-        expected = super().announce(slots, carried)
-        raw = self.native.announce(slots, carried)
+        expected = super().announce(slots, carried, digests)
+        raw = self.native.announce(slots, carried, digests=digests)
         return self._compare(expected, b"" if raw == LATER else raw)
 
     def owed(self) -> Message | None:
@@ -361,6 +386,7 @@ class Twin(HostOrder):
             assert (entry.kind, entry.set) == (BATCH, expected[0].set)
             words = entry.words[: entry.end - entry.first]
             assert tuple(slots_in(entry.set, entry.first, words)) == expected[0].slots
+            assert tuple(slots_in(entry.set, CAPACITY // 64 - 1, [entry.unlike])) == expected[0].unlike
         else:
             assert entry.kind == LIST
             assert self.native.contents(entry, expected[1]) == expected[1]
@@ -520,6 +546,8 @@ def listed(sections: bytes = b"", audience: bytes = b"", **changes: int) -> byte
 RIGHT = {
     "empty": packet(),
     "slots": packet(section((0, 3)) + section(set=15, end=2, first=1) + section((3,), (0, 2), set=1)),
+    "digests": packet(section((1, 3), (0, 5, 6), kind=COMPARED)),
+    "digests and rounds": packet(section((3,), (0, 2, 5, 6), kind=COMPARED)),
     "list": packet(b"", listed(section((1,), (), kind=RECALLED) + section(kind=DELEGATED), bytes(24))),
     "both": packet(section(), listed()),
     "largest list": packet(b"", listed(b"", bytes(LIST_MAX - ctypes.sizeof(ListHead)))),
@@ -546,6 +574,10 @@ WRONG = {
     "too few values": packet(section((7,), (0, 0))),
     "no values": packet(section((1,), ())),
     "kind": packet(section(kind=DELEGATED)),
+    "too few digests": packet(section((3,), (0, 0), kind=COMPARED)),
+    "too many digests": packet(section((3,), (0, 0, 1, 1, 1), kind=COMPARED)),
+    "no digests": packet(section((3,), (), kind=COMPARED)),
+    "digests in a list": packet(b"", listed(section((1,), (0, 0), kind=COMPARED))),
     "twice": packet(section() + section()),
     "list in the header": packet(section(), listed(), list=8),
     "list made of the header": packet(list=16, taken=24),

@@ -51,7 +51,8 @@ class TreeCluster(Cluster):
         for slot in slots:
             self.marks[slot, self._recalls(here, slot), here.decided[slot]].add(host)
         for set_id in {slot.set for slot in here.marked}:
-            post = self.trees[host].announce({slot for slot in here.marked if slot.set == set_id})
+            marked = {slot for slot in here.marked if slot.set == set_id}
+            post = self.trees[host].announce(marked, None, here.digests)
             assert post is not None
             self._post(host, post)
         self.carry_out(host)
@@ -88,6 +89,7 @@ class TreeCluster(Cluster):
         """Check a batch: every host has marked its slots."""
         assert here.marked >= set(entry.slots), "decided, but not marked here"
         here.marked -= set(entry.slots)
+        assert entry.unlike == self.find_unlike(here, entry)
         for slot in entry.slots:
             assert len(self.marks[slot, self._recalls(here, slot), here.decided[slot]]) == len(self.hosts)
             here.decided[slot] += 1

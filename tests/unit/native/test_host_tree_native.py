@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import Structure, byref, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 import pytest
@@ -86,10 +86,15 @@ class Twin(HostTree):
         assert sorted(tree.neighbours[: tree.above]) == sorted(self.above)
         assert tree.neighbours[tree.above : tree.n] == list(self.below)
 
-    def announce(self, marked: Iterable[Slot], carried: ResponseList | None = None) -> Post | None:
+    def announce(
+        self,
+        marked: Iterable[Slot],
+        carried: ResponseList | None = None,
+        digests: Mapping[Slot, int] | None = None,
+    ) -> Post | None:
         slots = sorted(marked)
-        post = super().announce(slots, carried)
-        slot_range = byref(range_of(0, slots, [])) if slots else None
+        post = super().announce(slots, carried, digests)
+        slot_range = byref(range_of(0, slots, [], digests)) if slots else None
         made = byref(list_of(carried)) if carried is not None else None
         length = self._c.pyhvd_host_tree_announce(self._tree, slot_range, made, self._out, c_size_t(ROOM))
         assert (length > 0) == bool(post) or not self.above
@@ -119,6 +124,7 @@ class Twin(HostTree):
             assert (
                 tuple(slots_in(entry.set, entry.first, entry.words[: entry.end - entry.first])) == made.slots
             )
+            assert tuple(slots_in(entry.set, CAPACITY // 64 - 1, [entry.unlike])) == made.unlike
         passed = []
         for child, message in post:
             arguments = c_uint32(child), byref(entry), self._out, c_size_t(ROOM)

@@ -144,6 +144,25 @@ static void recall(pyhvd_ready_table *t, const pyhvd_slot_range *range) {
     pyhvd_ready_table_clear_marks(t, range->set, range->first, range->end, range->words, 1);
 }
 
+/* Carry out a batch that the order has decided. Its turn slots with unlike digests are recalled. */
+static void carry_out_batch(pyhvd_ready_table *t, pyhvd_order_entry *decided,
+                            pyhvd_ranks *audience) {
+    if (!decided->unlike) {
+        append_batch(t, decided, audience);
+        return;
+    }
+    uint32_t last = t->words - 1;
+    uint64_t *turns = &decided->words[last - decided->first], every = *turns, left = 0;
+    pyhvd_slot_range unlike = {
+        .set = decided->set, .first = last, .end = t->words, .words = &decided->unlike};
+    recall(t, &unlike);
+    *turns &= ~decided->unlike;
+    for (uint32_t w = decided->first; w < decided->end; w++)
+        left |= decided->words[w - decided->first];
+    if (left) append_batch(t, decided, audience);
+    *turns = every; /* the payloads of all its slots are over */
+}
+
 static void delegate(const pyhvd_ready_table *t, const pyhvd_slot_range *range) {
     uint64_t *delegated = t->delegated + pyhvd_words_of_set(t, range->set);
     uint64_t *versions = t->versions + pyhvd_slots_of_set(t, range->set);
@@ -198,7 +217,7 @@ static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
            pyhvd_host_tree_take(&a->tree, &entry)) {
         pass_on(a, &entry);
         if (entry.kind == PYHVD_BATCH)
-            append_batch(t, &entry, audience);
+            carry_out_batch(t, &entry, audience);
         else
             append_list(t, &entry, audience);
         pyhvd_payloads_settle(t, &entry);
@@ -221,11 +240,16 @@ void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience) {
 void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                               const uint64_t *words, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
-    pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words, NULL, 0};
+    uint64_t digests[PYHVD_TURNS];
+    int compares = t->has_turns && end == t->words;
+    pyhvd_slot_range range = {PYHVD_ANNOUNCED, set,  first, end,
+                              words,           NULL, 0,     compares ? digests : NULL};
     if (!has_room(a, 0, a->tree.above)) {
         pyhvd_ready_table_note_backlog(t);
         return;
     }
+    if (compares) /* the local ones are alike */
+        memcpy(digests, pyhvd_digests_of(t, set, t->shared->sets[set].ranks[0]), sizeof digests);
     size_t payload = pyhvd_payloads_collect(t, set, first, end, words, (uint8_t *)a->frame);
     if (payload) write_above(a, PAYLOAD, a->frame, payload);
     int64_t bytes = pyhvd_host_tree_announce(&a->tree, &range, NULL, a->frame, MESSAGE_MAX);

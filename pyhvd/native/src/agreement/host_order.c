@@ -32,6 +32,7 @@ static uint64_t recalls(uint64_t round) { return round >> 1; }
 static void note_complete(pyhvd_host_order *o, pyhvd_order_group *g, uint32_t set, uint32_t k) {
     if (g->current[k].hosts != UINT64_MAX >> (PYHVD_MAX_HOSTS - o->hosts)) return;
     g->complete |= bit(k);
+    if (g->current[k].digest == PYHVD_ORDER_UNLIKE) g->unlike |= bit(k);
     o->complete[set]++;
     o->latest = MAX(o->latest, g->current[k].time);
 }
@@ -42,6 +43,7 @@ static void begin_rounds(pyhvd_host_order *o, uint32_t set, uint32_t word, uint6
     pyhvd_order_group *g = pyhvd_order_group_at(o, set, word);
     o->complete[set] -= (uint32_t)__builtin_popcountll(g->complete & slots);
     g->complete &= ~slots;
+    g->unlike &= ~slots;
     g->announced &= ~slots;
     for (; slots; slots &= slots - 1) {
         uint32_t k = (uint32_t)__builtin_ctzll(slots);
@@ -53,21 +55,27 @@ static void begin_rounds(pyhvd_host_order *o, uint32_t set, uint32_t word, uint6
     }
 }
 
+/* What an announcement says of a slot. */
+typedef struct {
+    uint64_t round, stamp, digest;
+} news;
+
 /* Record a host's announcement of a slot; return 0 if it cannot be right. */
 static int record(pyhvd_host_order *o, uint32_t source, uint32_t set, uint32_t word, uint32_t k,
-                  uint64_t round, uint64_t stamp) {
+                  news told) {
     pyhvd_order_group *g = pyhvd_order_group_at(o, set, word);
     pyhvd_order_cell *cell = &g->current[k], *next = &g->next[k];
-    if (round != cell->round) {
-        if (recalls(round) < recalls(cell->round)) return 1;
-        if (next->hosts && recalls(round) < recalls(next->round)) return 1;
-        if (!next->hosts || recalls(round) > recalls(next->round))
-            *next = (pyhvd_order_cell){.round = round};
+    if (told.round != cell->round) {
+        if (recalls(told.round) < recalls(cell->round)) return 1;
+        if (next->hosts && recalls(told.round) < recalls(next->round)) return 1;
+        if (!next->hosts || recalls(told.round) > recalls(next->round))
+            *next = (pyhvd_order_cell){.round = told.round};
         cell = next;
     }
-    if (round != cell->round || cell->hosts & bit(source)) return 0;
+    if (told.round != cell->round || cell->hosts & bit(source)) return 0;
+    cell->digest = cell->hosts ? pyhvd_order_compare(cell->digest, told.digest) : told.digest;
     cell->hosts |= bit(source);
-    cell->time = MAX(cell->time, stamp);
+    cell->time = MAX(cell->time, told.stamp);
     if (source == o->host) g->announced |= bit(k);
     if (cell != next) note_complete(o, g, set, k);
     return 1;
@@ -79,7 +87,7 @@ static int record(pyhvd_host_order *o, uint32_t source, uint32_t set, uint32_t w
 static const uint64_t *read_section(const pyhvd_host_order *o, const uint64_t *at,
                                     const uint64_t *end, pyhvd_slot_range *range) {
     pyhvd_order_section head;
-    size_t left = (size_t)(end - at), words, slots = 0;
+    size_t left = (size_t)(end - at), words, slots = 0, digests = 0;
     if (left < SECTION_WORDS) return NULL;
     memcpy(&head, at, sizeof head);
     if (head.set >= o->sets || head.first >= head.end || head.end > o->words ||
@@ -90,8 +98,12 @@ static const uint64_t *read_section(const pyhvd_host_order *o, const uint64_t *a
     words = (size_t)(head.end - head.first);
     if (words > left || head.n > left - words) return NULL;
     for (size_t w = 0; w < words; w++) slots += (size_t)__builtin_popcountll(at[w]);
-    if (head.kind == PYHVD_RECALLED ? head.n != 0 : head.n != 1 && head.n != slots) return NULL;
-    *range = (pyhvd_slot_range){head.kind, head.set, head.first, head.end, at, at + words, head.n};
+    if (head.kind == PYHVD_COMPARED) digests = (size_t)__builtin_popcountll(at[words - 1]);
+    if (head.n < digests) return NULL;
+    size_t n = head.n - digests;
+    if (head.kind == PYHVD_RECALLED ? n != 0 : n != 1 && n != slots) return NULL;
+    *range = (pyhvd_slot_range){head.kind, head.set,   head.first, head.end,
+                                at,        at + words, n,          digests ? at + words + n : NULL};
     return at + words + head.n;
 }
 
@@ -154,11 +166,13 @@ static int carry_out(pyhvd_host_order *o, uint32_t source, const uint64_t *messa
         return PYHVD_ORDER_INVALID;
     for (pyhvd_slot_range r; at < list;) {
         at = read_section(o, at, list, &r);
-        if (!at || r.kind != PYHVD_ANNOUNCED) return PYHVD_ORDER_INVALID;
+        if (!at || (r.kind != PYHVD_ANNOUNCED && r.kind != PYHVD_COMPARED))
+            return PYHVD_ORDER_INVALID;
         for (uint32_t w = r.first; w < r.end; w++) {
             for (uint64_t rest = r.words[w - r.first]; rest; rest &= rest - 1) {
                 uint32_t k = (uint32_t)__builtin_ctzll(rest);
-                if (!record(o, source, r.set, w, k, *r.values, head.stamp))
+                uint64_t digest = r.digests && w + 1 == r.end ? *r.digests++ : 0;
+                if (!record(o, source, r.set, w, k, (news){*r.values, head.stamp, digest}))
                     return PYHVD_ORDER_INVALID;
                 r.values += r.n > 1;
             }
@@ -209,11 +223,21 @@ static int put_section(writer *w, const pyhvd_slot_range *range) {
            put(w, range->values, range->n * sizeof(uint64_t));
 }
 
+/* Add digests of the slots of a section's last word behind its rounds, at `out`, unless all are 0. */
+static void add_digests(pyhvd_slot_range *section, const uint64_t *digests, uint64_t *out) {
+    uint64_t n = 0, any = 0;
+    for (uint64_t left = section->words[section->end - 1 - section->first]; left; left &= left - 1)
+        any |= out[n++] = digests[__builtin_ctzll(left)];
+    if (!any) return;
+    section->kind = PYHVD_COMPARED;
+    section->n += n;
+}
+
 /* Write a section of the slots that are not announced yet, and raise the stamp to the known stamps
  * of these slots. */
 static int put_announced(writer *w, const pyhvd_host_order *o, const pyhvd_slot_range *range,
                          uint64_t *stamp) {
-    uint64_t bits[PYHVD_RANGE_WORDS], rounds[64 * PYHVD_RANGE_WORDS], n = 0, differ = 0;
+    uint64_t bits[PYHVD_RANGE_WORDS], values[64 * PYHVD_RANGE_WORDS + 64], n = 0, differ = 0;
     for (uint32_t k = range->first; k < range->end; k++) {
         const pyhvd_order_group *g = pyhvd_order_group_at(o, range->set, k);
         uint64_t left = range->words[k - range->first] & ~g->announced;
@@ -221,13 +245,15 @@ static int put_announced(writer *w, const pyhvd_host_order *o, const pyhvd_slot_
         for (; left; left &= left - 1) {
             const pyhvd_order_cell *cell = &g->current[__builtin_ctzll(left)];
             *stamp = MAX(*stamp, cell->time);
-            rounds[n++] = cell->round;
-            differ |= cell->round ^ rounds[0];
+            values[n++] = cell->round;
+            differ |= cell->round ^ values[0];
         }
     }
-    pyhvd_slot_range new = {PYHVD_ANNOUNCED, range->set,    range->first, range->end, bits,
-                            rounds,          differ ? n : 1};
-    return !n || put_section(w, &new);
+    if (!n) return 1;
+    pyhvd_slot_range new = {PYHVD_ANNOUNCED, range->set,     range->first, range->end, bits,
+                            values,          differ ? n : 1, NULL};
+    if (range->digests && range->end == o->words) add_digests(&new, range->digests, values + new.n);
+    return put_section(w, &new);
 }
 
 /* Write a list; return 0, PYHVD_LATER or PYHVD_ORDER_INVALID. */
@@ -294,6 +320,7 @@ int64_t pyhvd_host_order_owed(pyhvd_host_order *o, uint64_t *out, size_t room) {
 static uint64_t find_batch(pyhvd_host_order *o, pyhvd_order_entry *entry) {
     entry->kind = PYHVD_BATCH;
     entry->time = UINT64_MAX;
+    entry->unlike = 0;
     for (uint32_t set = 0; set < o->sets; set++) {
         uint32_t left = o->complete[set];
         for (uint32_t w = 0; left; w++) {
@@ -343,8 +370,12 @@ int pyhvd_host_order_take(pyhvd_host_order *o, pyhvd_order_entry *entry) {
     if (list_time <= time)
         take_list(o, list, entry);
     else
-        for (uint32_t w = entry->first; w < entry->end; w++)
+        for (uint32_t w = entry->first; w < entry->end; w++) {
+            if (w + 1 == o->words)
+                entry->unlike = pyhvd_order_group_at(o, entry->set, w)->unlike &
+                                entry->words[w - entry->first];
             begin_rounds(o, entry->set, w, entry->words[w - entry->first], 0);
+        }
     return 1;
 }
 

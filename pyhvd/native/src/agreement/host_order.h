@@ -29,6 +29,16 @@
  *                                                   the next cell's round was not decided
  *   fewer recalls than the next cell      none      the same
  *
+ * Digests. An announcement may carry a digest of a slot of the set's last word; of other slots it is 0. A
+ * cell keeps what the digests of its hosts make together: their one value, or PYHVD_ORDER_UNLIKE if two
+ * differ. A batch says which of its slots have unlike digests.
+ *
+ *   known digest    the announcement's   together
+ *   --------------  -------------------  ------------------
+ *   none            d                    d
+ *   d               d                    d
+ *   anything else                        PYHVD_ORDER_UNLIKE
+ *
  * Invariants
  *   1. The log depends on stamps alone. Stamps travel in messages that keep their order, so all
  *      hosts compute one log.
@@ -57,6 +67,9 @@
  *      again.
  *  12. Every range has at most PYHVD_RANGE_WORDS words. So a list of PYHVD_ORDER_RANGES ranges with at
  *      most 1024 values is within PYHVD_ORDER_LIST_MAX, and an announcement within a frame.
+ *  13. The digests of a batch's slots come from the announcements of one round of each slot, one of each
+ *      host. Putting digests together is associative and commutative. So all hosts find the same slots
+ *      unlike.
  *
  * Delays. A host that announces a slot raises its count above all counts that it knows. So its
  * count has reached the stamps that the others will give, and the last announcement makes the slot
@@ -69,7 +82,8 @@
  *   list     pyhvd_order_list_head, audience padded to words, recalled and delegated sections
  *   section  pyhvd_order_section, words of bits, values
  * The values of a section are one for all its slots, or one for each slot, ascending: rounds of
- * announced slots, versions of delegated ones, none of recalled ones.
+ * announced slots, versions of delegated ones, none of recalled ones. A section of kind PYHVD_COMPARED has
+ * announced slots, and behind the rounds a digest for each slot of its last word.
  */
 #ifndef PYHVD_HOST_ORDER_H
 #define PYHVD_HOST_ORDER_H
@@ -80,6 +94,7 @@
 #define PYHVD_ORDER_LIST_MAX (PYHVD_ORDER_RING / 4) /* bytes of one encoded list */
 #define PYHVD_ORDER_COUNT_MAX (UINT64_C(1) << 62)
 #define PYHVD_ORDER_RANGES (2 * PYHVD_MAX_SETS) /* recalled and delegated ones of a list */
+#define PYHVD_ORDER_UNLIKE UINT64_MAX           /* instead of a digest: two hosts' differ */
 
 /* An argument is out of range; or a message is malformed or out of order. After such a message the
  * order stays safe to call, but it may be incomplete: the job has to end. */
@@ -98,7 +113,7 @@ typedef struct {
     uint32_t audience_bytes;
 } pyhvd_order_list_head;
 
-enum { PYHVD_ANNOUNCED = 1, PYHVD_RECALLED, PYHVD_DELEGATED };
+enum { PYHVD_ANNOUNCED = 1, PYHVD_RECALLED, PYHVD_DELEGATED, PYHVD_COMPARED };
 
 typedef struct {
     uint16_t kind, set;
@@ -111,6 +126,9 @@ typedef struct {
     uint32_t kind, set, first, end;
     const uint64_t *words, *values;
     uint64_t n; /* values: none, one for all slots, or one for each slot, ascending */
+    /* To be announced: the digests of the 64 slots of the set's last word; NULL: they are 0. Read from a
+     * message: those of the slots in the section's last word, ascending. */
+    const uint64_t *digests;
 } pyhvd_slot_range;
 
 /* A response list, with at most PYHVD_ORDER_RANGES ranges. `audience` are opaque bytes: the ranks of the job that it concerns. */
@@ -125,14 +143,16 @@ typedef struct {
 /* What is known of one round of a slot. */
 typedef struct {
     uint64_t round;
-    uint64_t hosts; /* bits: which hosts have announced it */
-    uint64_t time;  /* their highest stamp */
+    uint64_t hosts;  /* bits: which hosts have announced it */
+    uint64_t time;   /* their highest stamp */
+    uint64_t digest; /* what their digests make together */
 } pyhvd_order_cell;
 
 /* 64 slots. */
 typedef struct {
     uint64_t announced;                     /* by this host, in the current round */
     uint64_t complete;                      /* announced by all hosts, in the current round */
+    uint64_t unlike;                        /* complete ones with unlike digests */
     pyhvd_order_cell current[64], next[64]; /* next: unused if it has no hosts */
 } pyhvd_order_group;
 
@@ -155,6 +175,7 @@ typedef struct {
     uint32_t set, first, end; /* batch: words [first, end) are used */
     uint64_t time;
     uint64_t words[PYHVD_RANGE_WORDS]; /* batch: its slots, word `first` first */
+    uint64_t unlike;                   /* batch: those of the set's last word with unlike digests */
     uint64_t number;                   /* list: as announced ... */
     const uint8_t *audience;           /* ... in the ring, until the next call with this order */
     uint32_t audience_bytes;
@@ -167,11 +188,16 @@ static inline pyhvd_order_group *pyhvd_order_group_at(const pyhvd_host_order *o,
     return (pyhvd_order_group *)&o->groups[(size_t)set * o->words + word];
 }
 
+/* What two digests make together. */
+static inline uint64_t pyhvd_order_compare(uint64_t a, uint64_t b) {
+    return a == b ? a : PYHVD_ORDER_UNLIKE;
+}
+
 size_t pyhvd_host_order_bytes(uint32_t sets, uint32_t slots);
 
 /* Begin; on one rank, before any rank uses the order. `o` has pyhvd_host_order_bytes bytes, aligned
- * to 8. Of hosts, sets and slots there are one at least and the PYHVD_MAX_ number at most; `slots` is a
- * multiple of 64. */
+ * to 8. There is one host, set and word at least, and the PYHVD_MAX_ number at most; `slots` is a multiple
+ * of 64. */
 void pyhvd_host_order_init(pyhvd_host_order *o, uint32_t host, uint32_t hosts, uint32_t sets,
                            uint32_t slots);
 

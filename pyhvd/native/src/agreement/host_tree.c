@@ -53,9 +53,24 @@ static uint64_t offered(const pyhvd_host_order *o, uint32_t set, uint32_t word, 
     return slots;
 }
 
+/* Store what the digests of a range and those of all children make together, of the slots of the set's
+ * last word. */
+static void compare(const pyhvd_host_tree *tree, const pyhvd_slot_range *range, uint64_t *digests) {
+    uint32_t last = range->end - 1;
+    for (uint64_t left = range->words[last - range->first]; left; left &= left - 1) {
+        uint32_t slot = (uint32_t)__builtin_ctzll(left);
+        digests[slot] = range->digests[slot];
+        for (uint32_t k = tree->above; k < tree->n; k++) {
+            const pyhvd_host_order *o = tree->below[tree->neighbours[k]];
+            digests[slot] = pyhvd_order_compare(
+                digests[slot], pyhvd_order_group_at(o, range->set, last)->current[slot].digest);
+        }
+    }
+}
+
 int64_t pyhvd_host_tree_announce(pyhvd_host_tree *tree, const pyhvd_slot_range *range,
                                  const pyhvd_order_list *list, uint64_t *out, size_t room) {
-    uint64_t words[PYHVD_RANGE_WORDS];
+    uint64_t words[PYHVD_RANGE_WORDS], digests[64];
     if (!range || tree->n == tree->above)
         return pyhvd_host_order_announce(tree->order, range, range != NULL, list, out, room);
     for (uint32_t w = range->first; w < range->end; w++) {
@@ -67,6 +82,10 @@ int64_t pyhvd_host_tree_announce(pyhvd_host_tree *tree, const pyhvd_slot_range *
     }
     pyhvd_slot_range complete = *range;
     complete.words = words;
+    if (range->digests && range->end == tree->order->words) {
+        compare(tree, range, digests);
+        complete.digests = digests;
+    }
     return pyhvd_host_order_announce(tree->order, &complete, 1, list, out, room);
 }
 
@@ -96,12 +115,17 @@ int64_t pyhvd_host_tree_pass(pyhvd_host_tree *tree, uint32_t child, const pyhvd_
     pyhvd_order_entry rest = *entry, passed;
     pyhvd_slot_range ranges[PYHVD_ORDER_RANGES];
     pyhvd_order_list list = {entry->number, entry->audience, entry->audience_bytes, 0, ranges};
+    uint64_t digests[64];
     int is_list = entry->kind == PYHVD_LIST;
+    for (uint32_t k = 0; k < 64 && !is_list && entry->end == o->words; k++) {
+        uint64_t own = pyhvd_order_group_at(o, entry->set, o->words - 1)->current[k].digest;
+        digests[k] = entry->unlike >> k & 1 ? PYHVD_ORDER_UNLIKE : own;
+    }
     if (is_list)
         while (pyhvd_host_order_next_range(tree->order, &rest, &ranges[list.n])) list.n++;
     else
         ranges[0] = (pyhvd_slot_range){
-            PYHVD_ANNOUNCED, entry->set, entry->first, entry->end, entry->words, NULL, 0};
+            PYHVD_ANNOUNCED, entry->set, entry->first, entry->end, entry->words, NULL, 0, digests};
     int64_t written = pyhvd_host_order_announce(o, ranges, !is_list, is_list ? &list : NULL, out,
                                                 room);
     while (pyhvd_host_order_take(o, &passed)) {

@@ -23,7 +23,10 @@
  *      parent's log.
  *   4. A parent takes an entry only if the rings of all orders below have room for any list. A child
  *      makes room as every host does (host_order.h, invariant 11).
- *   5. A parent owes nothing below: its own message completes a slot or is a list, so its count is at
+ *   5. A digest that a host announces above is what the digests of its ranks and of its children make
+ *      together. Below, a parent announces the child's own digest if the slot's digests are alike on all
+ *      hosts, and PYHVD_ORDER_UNLIKE if they are not. So the child's log says the same as the parent's.
+ *   6. A parent owes nothing below: its own message completes a slot or is a list, so its count is at
  *      the time of every entry.
  *
  * Delays. An announcement of a host passes its parents to a top, all tops, and the hosts below them:

@@ -75,7 +75,7 @@ void pyhvd_payloads_tidy(pyhvd_ready_table *t) {
         size_t at = pyhvd_words_of_rank(t, (uint32_t)t->rank, item.set) + item.slot / 64;
         if (!(t->ready[at].bits >> (item.slot % 64) & 1)) continue;
         memmove(staged->values + staged->bytes, staged->values + item.at, bytes_of(&item));
-        item.at = staged->bytes;
+        item.at = (uint16_t)staged->bytes;
         staged->bytes += (uint32_t)bytes_of(&item);
         staged->items[staged->n++] = item;
     }
@@ -86,7 +86,7 @@ uint8_t *pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item ite
     if (!has_payloads(t) || !t->shared->sets[item.set].spans || staged->n == PYHVD_PAYLOAD_SLOTS ||
         bytes_of(&item) > PYHVD_PAYLOAD - staged->bytes)
         return NULL;
-    item.at = staged->bytes;
+    item.at = (uint16_t)staged->bytes;
     staged->bytes += (uint32_t)bytes_of(&item);
     staged->items[staged->n++] = item;
     return staged->values + item.at;
@@ -123,7 +123,7 @@ static int add_partial(const pyhvd_ready_table *t, pyhvd_payload *payload, uint3
     if (bytes > PYHVD_PAYLOAD - payload->bytes) return 0;
     pyhvd_payload_item *item = &payload->items[payload->n++];
     *item = *items[0];
-    item->at = payload->bytes;
+    item->at = (uint16_t)payload->bytes;
     item->count = (uint32_t)(bytes / pyhvd_itemsize(item->dtype));
     item->round = round_of(t, set, slot);
     payload->bytes += (uint32_t)bytes;

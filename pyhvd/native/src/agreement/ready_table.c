@@ -43,11 +43,6 @@ size_t pyhvd_ready_table_bytes(int size, uint32_t slots) {
     return lay_out(&t, 0);
 }
 
-/* A rank's digests of a set's turn slots. */
-static uint64_t *digests_of(const pyhvd_ready_table *t, uint32_t set, uint32_t rank) {
-    return t->digests + ((size_t)rank * PYHVD_MAX_SETS + set) * PYHVD_TURNS;
-}
-
 static pyhvd_log_entry *entry_at(const pyhvd_ready_table *t, uint64_t position) {
     return &t->shared->log[position % PYHVD_LOG_ENTRIES];
 }
@@ -313,9 +308,9 @@ static void recall_unlike(pyhvd_ready_table *t, uint32_t set) {
     uint64_t unlike = 0;
     for (uint64_t bits = complete_slots(t, set, t->words - 1); bits; bits &= bits - 1) {
         int turn = __builtin_ctzll(bits);
-        uint64_t first = digests_of(t, set, s->ranks[0])[turn];
+        uint64_t first = pyhvd_digests_of(t, set, s->ranks[0])[turn];
         for (uint32_t k = 1; k < s->count; k++)
-            if (digests_of(t, set, s->ranks[k])[turn] != first) unlike |= (uint64_t)1 << turn;
+            if (pyhvd_digests_of(t, set, s->ranks[k])[turn] != first) unlike |= (uint64_t)1 << turn;
     }
     if (unlike) recall_turns(t, set, unlike);
 }
@@ -380,7 +375,7 @@ int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd
     pyhvd_ready_word *mine = ready_of(t, set, (uint32_t)t->rank);
     if (!are_delegated(t, set, list)) return 0;
     if (t->has_turns && list->ids[0] / 64 == t->words - 1)
-        digests_of(t, set, (uint32_t)t->rank)[list->ids[0] % 64] = list->digest;
+        pyhvd_digests_of(t, set, (uint32_t)t->rank)[list->ids[0] % 64] = list->digest;
     for (uint32_t k = 0; k < list->n;) {
         uint32_t word = list->ids[k] / 64;
         uint64_t bits = 0;
@@ -406,7 +401,9 @@ void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32
     s->version = version + 1;
     s->count = count;
     s->spans = spans;
-    memset(t->delegated + pyhvd_words_of_set(t, set), 0, t->words * sizeof *t->delegated);
+    /* On one of several hosts, the order may have delegated turn slots already. */
+    if (!t->agreement)
+        memset(t->delegated + pyhvd_words_of_set(t, set), 0, t->words * sizeof *t->delegated);
     memset(t->used + pyhvd_words_of_set(t, set), 0, t->words * sizeof *t->used);
     for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
         memset(ready_of(t, set, rank), 0, t->words * sizeof(pyhvd_ready_word));

@@ -39,14 +39,17 @@
  *      it holds the GIL or anything that the watchdog needs, nor after its rank's path was closed.
  *
  * Turn slots
- *   On one host the last word of a set has its turn slots. The n-th call without a name uses turn slot
- *   n % PYHVD_TURNS. A rank publishes a digest of n and of its call with each mark.
+ *   The last word of a set has its turn slots. The n-th call without a name uses turn slot n % PYHVD_TURNS.
+ *   A rank publishes a digest of n and of its call with each mark.
  *   1. Digests are written and read under the lock. A digest is valid while its mark is set.
  *   2. Once all members have marked a turn slot, their digests are compared. If they are equal, the slot
  *      is matched like any other. Otherwise the slot is no longer delegated, and its marks are recalled.
- *   3. A recalled mark's rank submits its call by message. So the coordinator hears of every turn slot
+ *   3. Of a set with several hosts, each host so compares the digests of its own ranks, and announces the
+ *      slot with their digest. The order compares the hosts' digests (host_order.h). If they are unlike,
+ *      every host does as in 2, at the same place of the order. As the slot is decided, its round is over.
+ *   4. A recalled mark's rank submits its call by message. So the coordinator hears of every turn slot
  *      that lost its delegation, and delegates the slot again after it has answered those messages.
- *   4. The coordinator never takes a mark of a turn slot over: it does not know the call.
+ *   5. The coordinator never takes a mark of a turn slot over: it does not know the call.
  *
  * Wake-ups
  *   1. The holder of a rank's progress lock sleeps on `progress_bell`, with `progress_asleep` set.
@@ -65,7 +68,7 @@
 #define PYHVD_MAX_SETS 16
 #define PYHVD_MAX_SLOTS \
     65536 /* cache slots of a set; a table has as many as the caches of its job */
-#define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
+#define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64 + 1) /* with the turn slots */
 /* A range of slots that are announced, decided, recalled or delegated together spans at most so many
  * words: so log entries, messages and scratch memory have one size for any number of slots. */
 #define PYHVD_RANGE_WORDS 64
@@ -119,8 +122,9 @@ typedef struct {
 
 /* A tensor in a payload: `count` elements from byte `at` of the values. */
 typedef struct {
-    uint16_t set, slot;
-    uint32_t at, count;
+    uint32_t slot;
+    uint16_t set, at;
+    uint32_t count;
     uint16_t dtype, op;
     uint64_t round; /* of the slot's announcement */
     double postscale;
@@ -292,6 +296,11 @@ static inline size_t pyhvd_words_of_set(const pyhvd_ready_table *t, uint32_t set
 
 static inline size_t pyhvd_slots_of_set(const pyhvd_ready_table *t, uint32_t set) {
     return (size_t)set * t->slots;
+}
+
+/* A rank's digests of a set's turn slots. */
+static inline uint64_t *pyhvd_digests_of(const pyhvd_ready_table *t, uint32_t set, uint32_t rank) {
+    return t->digests + ((size_t)rank * PYHVD_MAX_SETS + set) * PYHVD_TURNS;
 }
 
 /* Where a rank's words of `ready` and `recalled` begin in a set. */

@@ -179,7 +179,7 @@ static void stage(pyhvd_fast_path *path, const pyhvd_call *call) {
         int64_t count = move ? lane_bytes(move) : tensor->count;
         pyhvd_payload_item item = {
             .set = (uint16_t)call->set,
-            .slot = (uint16_t)call->slots.ids[k],
+            .slot = call->slots.ids[k],
             .count = (uint32_t)count,
             .dtype = (uint16_t)(move ? PYHVD_UINT8 : tensor->dtype),
             .op = (uint16_t)(move ? PYHVD_GATHERS : tensor->op),
