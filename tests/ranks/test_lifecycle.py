@@ -42,12 +42,20 @@ def test_the_rank_that_raised_is_the_cause(bad: int) -> None:
 
 
 def test_a_hang_is_an_error_with_stacks() -> None:
+    over = threading.Event()
+    threads: list[threading.Thread] = []
+
     def rank() -> None:
+        threads.append(threading.current_thread())
         if hvd.rank() == 0:
             hvd.barrier()
         else:
-            threading.Event().wait()
+            over.wait()
 
     with pytest.raises(RanksFailed, match="have not ended within 1 s") as caught:
         run_ranks(2, rank, timeout=1.0)
     assert "hvd.barrier()" in str(caught.value)
+    over.set()
+    for thread in threads:  # later tests count this process's ranks
+        thread.join(10)
+        assert not thread.is_alive()
