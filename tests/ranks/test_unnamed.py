@@ -298,6 +298,7 @@ def test_shutdown_ends_calls_in_flight(on: On) -> None:
     def body() -> None:
         _learn(4)
         handle = _start(4) if hvd.rank() == 0 else None
+        hvd.barrier()
         hvd.shutdown()
         if handle is not None:
             with pytest.raises(hvd.HorovodInternalError):
