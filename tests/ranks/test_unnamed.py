@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.engine.context import current
+from pyhvd.negotiation.delegation import Delegation
 from pyhvd.testing import RanksFailed, run_ranks
 
 On = Callable[..., list[Any]]
@@ -317,3 +320,25 @@ def test_without_a_fast_path_they_go_by_message(on: On, knobs: dict[str, Any]) -
             assert handle.result().tolist() == [2.0] * 4
 
     on(2, body, **knobs)
+
+
+def test_a_rank_may_be_ahead_of_rank_0s_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It marks a turn slot before rank 0 opens the ready table: the call must go by message."""
+    marked = threading.Event()
+    open_set = Delegation.__init__
+
+    def open_late(self: Delegation, *args: Any) -> None:
+        assert marked.wait(10)
+        open_set(self, *args)
+
+    def body() -> None:
+        handles = [_start(4) for _ in range(2)]
+        if hvd.rank():
+            path = current().fast_path
+            assert path is not None
+            path.mark_ready()
+            marked.set()
+        assert [each.result().tolist() for each in handles] == [[2.0] * 4] * 2
+
+    monkeypatch.setattr(Delegation, "__init__", open_late)
+    run_ranks(2, body, timeout=30, knobs={"fast_lane": True})

@@ -360,7 +360,7 @@ static int are_delegated(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_li
     uint64_t version = t->shared->sets[set].version;
     const uint64_t *delegated = t->delegated + pyhvd_words_of_set(t, set);
     const uint64_t *versions = t->versions + pyhvd_slots_of_set(t, set);
-    if (list->checked == version) return 1;
+    if (version && list->checked == version) return 1; /* 0: the set is not open yet */
     for (uint32_t k = 0; k < list->n; k++) {
         uint32_t slot = list->ids[k];
         if (!(delegated[slot / 64] >> (slot % 64) & 1) || versions[slot] != list->versions[k])
