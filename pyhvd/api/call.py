@@ -40,7 +40,7 @@ from pyhvd.errors import (
     UnsupportedOpError,
     UnsupportedShapeError,
 )
-from pyhvd.negotiation.messages import UNNAMED, Request, RequestType, verb
+from pyhvd.negotiation.messages import UNNAMED, Request, RequestType, member_name, verb
 from pyhvd.queue import TensorEntry
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Call:
             self.context.settle_on(source.on)
         name = self.name
         if self._group:
-            name = f"{name}_{len(self._entries) + 1}of{self._group_size}"
+            name = member_name(name, len(self._entries), self._group_size)
         if source is not None:
             terms.update(dtype=int(source.info.code), shape=source.shape)
             terms.update(device=source.device, layout=source.layout)
@@ -180,8 +180,8 @@ class Call:
         for index, entry in enumerate(entries):
             entry.done, entry.site = partial(handle.complete, index), site
         if self._is_unnamed and (path := self.context.fast_path) is not None:
-            entry = entries[0]
-            learn(path, self.set_id, entry.request, entry.splits, self.rank, self.ranks)
+            requests = [entry.request for entry in entries]
+            learn(path, self.set_id, requests, entries[0].splits, self.rank, self.ranks)
         if before_end is not None:
             entries[-1].done = partial(_complete_after, before_end, entries[-1].done)
         runtime.submit(entries)

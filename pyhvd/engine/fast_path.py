@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from pyhvd.arrays import view_at
 from pyhvd.backends.host import HostBackend
@@ -36,6 +35,7 @@ from pyhvd.negotiation.messages import (
     bytes_to_bits,
     iter_bits,
 )
+from pyhvd.negotiation.turn_slots import named
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
@@ -397,7 +397,8 @@ class FastPathAdapter:
             call.settle(k, result, error)
 
         if call.has_turn:
-            tensors = [(replace(request, name=call.name), *others) for request, *others in tensors]
+            requests = named([each[0] for each in tensors], call.name, grouped=call.grouped)
+            tensors = [(request, *each[1:]) for request, each in zip(requests, tensors, strict=True)]
         return posted > 0, [
             TensorEntry(
                 call.set_id,

@@ -29,7 +29,12 @@ def plan_alike(
 
 
 def learn(
-    path: FastPath, set_id: int, request: Request, splits: Sequence[int], rank: int, members: Sequence[int]
+    path: FastPath,
+    set_id: int,
+    requests: Sequence[Request],
+    splits: Sequence[int],
+    rank: int,
+    members: Sequence[int],
 ) -> None:
     """Remember a call without a name, so that the next one like it can use a turn slot. From any thread.
 
@@ -39,18 +44,22 @@ def learn(
         This rank's fast path.
     set_id : int
         The process set.
-    request : Request
-        This rank's own.
+    requests : sequence of Request
+        This rank's own: one, or those of a grouped call.
     splits : sequence of int
-        Its splits (alltoall).
+        Those of the first one (alltoall).
     rank : int
         This set rank.
     members : sequence of int
         The set's global ranks.
     """
-    signature = signature_of(request) if path.turns else None
+    signature = signature_of(requests) if path.turns else None
     if signature is None:
         return
-    op, postscale = request.kernel_terms(len(members))
-    if (plan := plan_alike(request, splits, rank, members, path.places_of(set_id))) is not None:
-        path.learn(set_id, signature, digest_of(signature), op, postscale, plan)
+    op, postscale = requests[0].kernel_terms(len(members))
+    across = path.places_of(set_id)
+    plans = [plan_alike(each, splits, rank, members, across) for each in requests]
+    if None not in plans:
+        grouped = bool(requests[0].group)
+        digest = digest_of(signature, grouped=grouped)
+        path.learn(set_id, signature, grouped, digest, op, postscale, plans)

@@ -115,6 +115,14 @@ cdef class CachedTensor:
         cached.move_count = <size_t>len(self.plan.moves)
         cached.portions = &self.portions if self.plan.portions is not None else NULL
 
+    cdef int64_t length(self) noexcept:
+        """Return the number of its elements."""
+        cdef int64_t length = 1
+        cdef int d
+        for d in range(self.ndim):
+            length *= self.dims[d]
+        return length
+
     cdef bint is_sized(self) noexcept:
         """Return whether the size of its result depends on the other ranks."""
         return self.verb == ALLGATHER or self.verb == ALLTOALL
@@ -206,6 +214,7 @@ cdef class CachedCall:
     # Of a signature's: what it stands for, and where to submit it.
     cdef Signature signature
     cdef Turns turns
+    cdef uint32_t room  # of a turn slot's call: for the addresses of so many arrays
     cdef readonly object site  # of a turn slot's call: where the program made it, as TensorEntry.site
 
     def __cinit__(self, FastPath path, int set_id, str name, bint grouped, list tensors):
@@ -224,6 +233,7 @@ cdef class CachedCall:
         self.c.slots.versions = <uint64_t*>PyMem_Calloc(n, sizeof(uint64_t))
         self.layouts = <ArrayLayout*>PyMem_Calloc(n, sizeof(ArrayLayout))
         self.c.srcs = self.c.single_addresses
+        self.room = 1
         if grouped:
             self.c.srcs = <int64_t*>PyMem_Calloc(2 * n, sizeof(int64_t))
             self.c.starts = <int64_t*>PyMem_Calloc(n + 1, sizeof(int64_t))
@@ -257,7 +267,9 @@ cdef class CachedCall:
             self.c.slots.ids[index] = tensor.slot
             self.c.slots.versions[index] = tensor.version
             if tensor.slot == NO_SLOT:
-                return 0
+                if self.grouped:
+                    self.c.starts[index + 1] = self.c.starts[index] + tensor.length()
+                continue
             cached = &self.path.c.setup.sets[self.set_id].tensors[tensor.slot]
             cached.call = &self.c
             cached.index = <uint32_t>index
@@ -283,8 +295,9 @@ cdef class CachedCall:
         PyMem_Free(self.c.slots.ids)
         PyMem_Free(self.c.slots.versions)
         PyMem_Free(self.layouts)
-        if self.grouped:
+        if self.c.srcs != self.c.single_addresses:
             PyMem_Free(self.c.srcs)
+        if not self.c.arrays:  # else they are a signature's
             PyMem_Free(self.c.starts)
 
     cdef bint suits(self, Py_ssize_t k, PyObject* tensor, bint inplace, int64_t* address) except -1:

@@ -321,31 +321,43 @@ cdef class FastPath(ReadyTableEnd):
         cdef PathSet served = self.get_set(set_id)
         return None if served is None or served.turns is None else served.turns.places
 
-    def learn(self, int set_id, request, uint64_t digest, int op, double postscale, plan):
+    def learn(
+        self, int set_id, tuple requests, bint grouped, uint64_t digest, int op, double postscale, list plans
+    ):
         """Remember a call without a name.
 
         Parameters
         ----------
         set_id : int
             The process set.
-        request : Request
-            This rank's own, with an empty name.
+        requests : tuple of Request
+            This rank's own, with empty names; one, unless the call is grouped.
+        grouped : bool
+            Whether it is a grouped call.
         digest : int
-            Of the request; equal only if all ranks' requests are.
-        op, postscale, plan
-            As for :meth:`install`, if all ranks make the same call.
+            Of the requests; equal only if all ranks' requests are.
+        op, postscale
+            As for :meth:`install`.
+        plans : list
+            By request, as for :meth:`install`, if all ranks make the same call.
         """
         cdef PathSet served = self.get_set(set_id)
-        if served is not None and served.turns is not None and len(request.shape) <= 32:
-            served.turns.learn(request, digest, op, postscale, plan)
+        if served is None or served.turns is None or any([len(each.shape) > 32 for each in requests]):
+            return
+        served.turns.learn(requests, grouped, digest, op, postscale, plans)
 
-    def request_of(self, int set_id, uint32_t signature):
-        """Return this rank's request of a signature, with an empty name; None if it was forgotten."""
+    def signature(self, int set_id, uint32_t signature):
+        """Return this rank's requests of a signature, with empty names, and whether they are a group.
+
+        Without requests if it was forgotten.
+        """
         cdef PathSet served = self.get_set(set_id)
         cdef Signature found = None
         if served is not None and served.turns is not None:
             found = served.turns.by_id.get(signature)
-        return None if found is None else found.like.first.request
+        if found is None:
+            return [], False
+        return [each.request for each in found.like.tensors], found.like.grouped
 
     # -- calls in flight -------------------------------------------------------------------------------
 

@@ -415,6 +415,7 @@ cdef extern from "fast_path/progress.h" nogil:
         int64_t* dsts
         int64_t single_addresses[2]
         int64_t* starts
+        uint32_t arrays
         int alike
         int64_t marked_ns
         uint64_t number

@@ -77,7 +77,7 @@ def start(int form, tensors, average, name, op, prescale, postscale, process_set
     """
     cdef object handle = None
     cdef CachedCall call = None
-    if name is None and average is None and not form & GROUPED:
+    if name is None and average is None:
         handle = submit_turn(
             REDUCESCATTER if form & SCATTERS else ALLREDUCE, form, tensors, None, op, prescale, postscale,
             process_set,

@@ -3,7 +3,7 @@
 cdef str _UNNAMED = "noname"  # pyhvd.negotiation.messages.UNNAMED
 cdef uint32_t NO_SLOT = 0xffffffff
 cdef uint64_t NUMBER_FACTOR = 0x9E3779B97F4A7C15  # odd, so different numbers give different products
-cdef Py_ssize_t MOST_SIGNATURES = 1024
+cdef Py_ssize_t MOST_REMEMBERED = 16384  # arrays of all signatures of a set
 cdef dict _own_files = {}  # {name of a source file: whether it is pyhvd's}
 cdef str _own_folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
@@ -32,7 +32,7 @@ cdef object find_site():
 
 
 cdef class Signature:
-    """What defines a call without a name, except its number and its arrays."""
+    """What defines a call without a name, or a grouped one, except its number and its arrays."""
 
     cdef CachedCall like  # never submitted: it compares arrays, and makes results
     cdef pyhvd_cached_tensor meaning  # for the engine; without a call
@@ -55,9 +55,10 @@ cdef class Turns:
     cdef object places  # of the set's hosts, for plans
     cdef uint64_t next  # number of the next call
     cdef list calls  # the CachedCall of each turn slot; empty before the first signature
-    cdef dict signatures  # {(verb, shape): [Signature]}
-    cdef dict by_request  # {request without its name: Signature}
+    cdef dict signatures  # {(verb, shape of the first array, whether grouped): [Signature]}
+    cdef dict by_requests  # {(whether grouped, requests without names): Signature}
     cdef dict by_id
+    cdef Py_ssize_t remembered  # arrays of all signatures
     cdef uint32_t last_id
     cdef Signature last
     cdef bint closed
@@ -69,7 +70,7 @@ cdef class Turns:
         self.version = version
         self.calls = []
         self.signatures = {}
-        self.by_request = {}
+        self.by_requests = {}
         self.by_id = {}
 
     cdef int64_t take_number(self) noexcept:
@@ -88,39 +89,42 @@ cdef class Turns:
         pthread_mutex_unlock(&self.path.c.submissions.mutex)
 
     cdef int learn(
-        self, object request, uint64_t digest, int op, double postscale, object plan
+        self, tuple requests, bint grouped, uint64_t digest, int op, double postscale, list plans
     ) except -1:
-        """Remember a signature; ``request`` has no name."""
+        """Remember a signature; ``requests`` have no names."""
         cdef Signature signature
         cdef CachedTensor tensor
+        cdef object request = requests[0]
         cdef double prescale = request.prescale
         cdef int dtype = request.dtype
         cdef bint direct = request.window
-        cdef tuple key = (int(request.type), request.shape)
-        cdef int64_t count = 1
+        cdef tuple key = (int(request.type), request.shape, grouped)
         cdef uint32_t first = self.path.c.setup.table.slots - TURNS
-        for length in request.shape:
-            count *= length
         with cython.critical_section(self):
-            if self.closed or request in self.by_request:
+            if self.closed or (grouped, requests) in self.by_requests:
                 return 0
-            if len(self.by_request) >= MOST_SIGNATURES:
+            if self.remembered + len(requests) > MOST_REMEMBERED:
                 self.forget()
+            self.remembered += len(requests)
             if not self.calls:
                 self.calls = [
                     CachedCall(
                         self.path, self.set_id, _UNNAMED, False,
-                        [CachedTensor(request, first + k, self.version, plan)],
+                        [CachedTensor(request, first + k, self.version, plans[0])],
                     )
                     for k in range(TURNS)
                 ]
-            tensor = CachedTensor(request, NO_SLOT, self.version, plan)
+            tensors = [
+                CachedTensor(each, NO_SLOT, self.version, plan)
+                for each, plan in zip(requests, plans, strict=True)
+            ]
+            tensor = <CachedTensor>tensors[0]
             signature = Signature.__new__(Signature)
-            signature.like = CachedCall(self.path, self.set_id, _UNNAMED, False, [tensor])
+            signature.like = CachedCall(self.path, self.set_id, _UNNAMED, grouped, tensors)
             signature.digest = digest
             self.last_id += 1
             signature.id = self.last_id
-            signature.meaning.count = count
+            signature.meaning.count = signature.like.c.starts[len(tensors)] if grouped else tensor.length()
             signature.meaning.prescale = prescale
             signature.meaning.postscale = postscale
             signature.meaning.dtype = dtype
@@ -129,14 +133,15 @@ cdef class Turns:
             tensor.describe(&signature.meaning)
             signature.like.turns = self
             signature.like.signature = signature
-            self.by_request[request] = self.by_id[signature.id] = signature
+            self.by_requests[grouped, requests] = self.by_id[signature.id] = signature
             self.signatures.setdefault(key, []).append(signature)
         return 0
 
     cdef int forget(self) except -1:
         """Forget all signatures; calls in flight keep theirs."""
-        self.by_request.clear()
+        self.by_requests.clear()
         self.by_id.clear()
+        self.remembered = 0
         self.signatures.clear()
         if self.last is not None:
             self.last.next = None
@@ -159,13 +164,13 @@ cdef class Turns:
                 return None
             return self.last.next.like
 
-    cdef list candidates(self, int verb, object tensor):
-        """Return the signatures that a call may have."""
+    cdef list candidates(self, int verb, object tensor, bint grouped):
+        """Return the signatures that a call may have; ``tensor`` is its first one."""
         cdef object shape = getattr(tensor, "shape", None)
         if not isinstance(shape, tuple):
             return []
         with cython.critical_section(self):
-            return list(self.signatures.get((verb, tuple(shape)), ()))
+            return list(self.signatures.get((verb, tuple(shape), grouped), ()))
 
     cdef int follow(self, Signature signature) except -1:
         """Note that a call had this signature."""
@@ -178,7 +183,7 @@ cdef class Turns:
     cdef Handle hold(
         self, Signature signature, object source, object target, const int64_t* addresses, int form
     ):
-        """Submit the next call, to read from one address and to write to the other.
+        """Submit the next call, with n addresses to read from and n to write to.
 
         Return None if its turn slot is in use: then the call goes by message.
         """
@@ -199,11 +204,12 @@ cdef class Turns:
         handle.pairs = form & PAIRS
         pthread_mutex_lock(&path.c.submissions.mutex)
         call = <CachedCall><object>PyList_GET_ITEM(<PyObject*>calls, <Py_ssize_t>(self.next % TURNS))
-        if pyhvd_call_finished(&call.c, call.c.started) and not call.c.retired and not path.closed:
+        if (
+            pyhvd_call_finished(&call.c, call.c.started) and not call.c.retired and not path.closed
+            and take_arrays(call, like, addresses)
+        ):
             before, old_site, old_tensors, old_first = call.handle, call.site, call.tensors, call.first
             call.handle, call.site, call.tensors, call.first = handle, site, like.tensors, like.first
-            call.c.srcs[0] = addresses[0]
-            call.c.dsts[0] = addresses[1]
             call.c.number = self.next
             call.c.signature = signature.id
             call.c.slots.digest = signature.digest + self.next * NUMBER_FACTOR
@@ -246,8 +252,28 @@ cdef class Turns:
         cached.portions = meaning.portions
 
 
+cdef bint take_arrays(CachedCall call, CachedCall like, const int64_t* addresses) noexcept:
+    """Give a turn slot's call, which has ended, arrays as a signature's; return False without memory."""
+    cdef uint32_t n = like.c.slots.n
+    cdef int64_t* room
+    if n > call.room:
+        room = <int64_t*>PyMem_Malloc(2 * n * sizeof(int64_t))
+        if room == NULL:
+            return False
+        if call.c.srcs != call.c.single_addresses:
+            PyMem_Free(call.c.srcs)
+        call.c.srcs, call.room = room, n
+    call.grouped = like.grouped
+    call.c.arrays = n if like.grouped else 0
+    call.c.starts = like.c.starts  # the signature's tensors keep them
+    call.c.dsts = call.c.srcs + n
+    memcpy(call.c.srcs, addresses, n * sizeof(int64_t))
+    memcpy(call.c.dsts, addresses + n, n * sizeof(int64_t))
+    return True
+
+
 cdef Handle submit_turn(
-    int verb, int form, object tensor, object term, object op, object prescale, object postscale,
+    int verb, int form, object tensors, object term, object op, object prescale, object postscale,
     object process_set
 ):
     """Submit a call without a name; return None if it must go by message."""
@@ -255,16 +281,22 @@ cdef Handle submit_turn(
     cdef Handle handle = None
     cdef CachedCall like
     cdef Signature signature
+    cdef bint grouped = form & GROUPED
+    cdef object first = tensors
     if served is None or served.turns is None:
         return None
+    if grouped:
+        if not isinstance(tensors, (list, tuple)) or not tensors:
+            return None
+        first = tensors[0]
     like = served.turns.expected()
-    if like is not None and has_terms(like, verb, term, op, prescale, postscale):
-        handle = submit_one(like, tensor, form)
+    if like is not None and like.grouped == grouped and has_terms(like, verb, term, op, prescale, postscale):
+        handle = submit_cached(like, tensors, form)
     if handle is None:
-        for signature in served.turns.candidates(verb, tensor):
+        for signature in served.turns.candidates(verb, first, grouped):
             like = signature.like
             if has_terms(like, verb, term, op, prescale, postscale):
-                handle = submit_one(like, tensor, form)
+                handle = submit_cached(like, tensors, form)
             if handle is not None:
                 break
     if handle is not None:

@@ -57,6 +57,11 @@ def verb(request_type: int) -> str:
     return RequestType(request_type).name.lower()
 
 
+def member_name(group: str, index: int, size: int) -> str:
+    """Return the name of a tensor of a grouped call."""
+    return f"{group}_{index + 1}of{size}"
+
+
 class ErrorKind(enum.IntEnum):
     """The exception that an error response becomes."""
 

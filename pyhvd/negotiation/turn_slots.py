@@ -15,13 +15,13 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
 import msgspec
 
-from pyhvd.negotiation.messages import HOST, UNNAMED, Request, RequestType, iter_bits
+from pyhvd.negotiation.messages import HOST, UNNAMED, Request, RequestType, iter_bits, member_name
 
 _PREFIX = f"{UNNAMED}."
 _KINDS = frozenset(
@@ -60,16 +60,36 @@ def number_of(name: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def signature_of(request: Request) -> Request | None:
-    """Return what defines a call without a name, except its number; None if it must go by message."""
-    if request.type not in _KINDS or request.device != HOST or request.group or number_of(request.name) < 0:
+def signature_of(requests: Sequence[Request]) -> tuple[Request, ...] | None:
+    """Return what defines a call without a name, except its number; None if it must go by message.
+
+    ``requests`` are all of the call. A grouped one must be one allreduce but for the shapes.
+    """
+    first = requests[0]
+    if first.type not in _KINDS or first.device != HOST or number_of(first.group or first.name) < 0:
         return None
-    return msgspec.structs.replace(request, name="")
+    signature = tuple(msgspec.structs.replace(each, name="", group="", group_size=0) for each in requests)
+    if first.group:
+        alike = {msgspec.structs.replace(each, shape=(), layout="") for each in signature}
+        if first.type != RequestType.ALLREDUCE or len(alike) > 1:
+            return None
+    return signature
 
 
-def digest_of(signature: Request) -> int:
+def digest_of(signature: Sequence[Request], *, grouped: bool) -> int:
     """Return 8 bytes by which ranks compare what they submit."""
-    return int.from_bytes(blake2b(_encoder.encode(signature), digest_size=8).digest())
+    return int.from_bytes(blake2b(_encoder.encode((grouped, signature)), digest_size=8).digest())
+
+
+def named(signature: Sequence[Request], name: str, *, grouped: bool) -> list[Request]:
+    """Return the requests of a call with this signature and name."""
+    if not grouped:
+        return [msgspec.structs.replace(signature[0], name=name)]
+    n = len(signature)
+    return [
+        msgspec.structs.replace(each, name=member_name(name, k, n), group=name, group_size=n)
+        for k, each in enumerate(signature)
+    ]
 
 
 class TurnSlots:

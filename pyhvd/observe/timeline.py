@@ -25,8 +25,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.errors import HorovodInternalError, TimelineError, copy_error
@@ -45,6 +43,7 @@ from pyhvd.native.shared_memory import (
     Trace,
 )
 from pyhvd.negotiation.messages import UNNAMED, Request, RequestType, Response, TimelineOrder
+from pyhvd.negotiation.turn_slots import named
 from pyhvd.observe.hooks import Instrument, Instruments, read_clock
 from pyhvd.observe.trace.clocks import ClockReading, measure
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
@@ -100,7 +99,7 @@ class Timeline(Instrument):
         self._dropped = -trace.dropped
         self._warned_dropped = False
         self._failed = False
-        self._turns: dict[tuple[int, int], Request] = {}  # by process set and turn slot
+        self._turns: dict[tuple[int, int], list[Request]] = {}  # by process set and turn slot
         self._due = 0.0
         self._origin = read_clock()
         self._rows = Rows(self._origin, mark_cycles=order.mark_cycles)
@@ -205,7 +204,7 @@ class Timeline(Instrument):
     def _tensors(self, set_id: int, slot: int, *, alone: bool) -> list[Tensor]:
         """Return the tensors of the call that a slot belongs to, or with ``alone`` the slot's tensor."""
         if (unnamed := self._turns.get((set_id, slot))) is not None:
-            return [(set_id, unnamed)]
+            return [(set_id, request) for request in unnamed]
         fast_path = self._recorder.fast_path
         requests = fast_path.requests(set_id, slot, alone) if fast_path is not None else []
         return [(set_id, request) for request in requests]
@@ -213,9 +212,11 @@ class Timeline(Instrument):
     def _note_turn(self, set_id: int, slot: int, number: int, signature: int) -> None:
         """Note which call without a name uses a turn slot from now on; 0 is no signature."""
         fast_path = self._recorder.fast_path
-        request = fast_path.request_of(set_id, signature) if fast_path is not None and signature else None
-        if request is not None:
-            self._turns[set_id, slot] = replace(request, name=f"{UNNAMED}.{number}")
+        if fast_path is None or not signature:
+            return
+        requests, grouped = fast_path.signature(set_id, signature)
+        if requests:
+            self._turns[set_id, slot] = named(requests, f"{UNNAMED}.{number}", grouped=grouped)
 
     def _who(self, last: int) -> int | str:
         """Return the rank, or the name of the host, that was the last to make a tensor ready."""

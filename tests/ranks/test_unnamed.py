@@ -342,3 +342,103 @@ def test_a_rank_may_be_ahead_of_rank_0s_start(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Delegation, "__init__", open_late)
     run_ranks(2, body, timeout=30, knobs={"fast_lane": True})
+
+
+def _group(*sizes: int, value: float = 1.0, **how: Any) -> hvd.Handle:
+    arrays = [np.full((n, 2), value, np.float32) for n in sizes]
+    return hvd.grouped_allreduce_async(arrays, op=hvd.Sum, **how)
+
+
+def _values(handle: hvd.Handle) -> list[Any]:
+    return [each.tolist() for each in handle.result()]
+
+
+def test_groups_of_an_allreduce_are_remembered(on: On) -> None:
+    def body() -> None:
+        groups = ((3,), (3, 1), (0, 4, 0), tuple(range(1, 30)), (70_000, 5))
+        for turn in range(4):
+            handles = [_group(*sizes, value=turn) for sizes in groups]
+            assert [_is_fast(each) for each in handles] == [turn > 0] * len(groups)
+            for sizes, handle in zip(groups, handles, strict=True):
+                assert _values(handle) == [[[2.0 * turn] * 2] * n for n in sizes]
+            target = [np.full((n, 2), 1.0, np.float32) for n in (2, 3)]
+            handle = hvd.grouped_allreduce_async_(target, op=hvd.Sum)
+            assert _is_fast(handle) == (turn > 0)
+            assert all(a is b for a, b in zip(handle.result(), target, strict=True))
+            assert all((each == 2).all() for each in target)
+            _start(3).result()  # a single one of the first group's first shape
+            hvd.barrier()
+
+    on(2, body)
+
+
+def test_groups_of_other_verbs_and_of_several_dtypes_go_by_message(on: On) -> None:
+    def body() -> None:
+        for _ in range(3):
+            arrays = [np.ones(2, np.float32), np.ones(2, np.float64)]
+            for handle in (
+                hvd.grouped_allreduce_async(arrays, op=hvd.Sum),
+                hvd.grouped_allgather_async(arrays[:1]),
+            ):
+                assert not _is_fast(handle)
+                handle.result()
+
+    on(2, body)
+
+
+@pytest.mark.parametrize("other", ["more", "shape", "single"])
+def test_a_mismatch_of_groups_names_both_lines(on: On, other: str) -> None:
+    def differ() -> hvd.Handle:
+        if other == "single":
+            return hvd.allreduce_async(np.ones((4, 2), np.float32), op=hvd.Sum)
+        return _group(4, 6) if other == "shape" else _group(4, 5, 5)
+
+    def body() -> None:
+        for _ in range(2):
+            _group(4, 5).result()
+            _group(4, 5, 5).result()
+            _group(4, 6).result()
+            hvd.allreduce(np.ones((4, 2), np.float32), op=hvd.Sum)
+        hvd.barrier()
+        handle = differ() if hvd.rank() else _group(4, 5)
+        assert _is_fast(handle)
+        if other == "single":  # they have no tensor in common
+            with pytest.raises(hvd.HorovodInternalError):
+                handle.result()
+            return
+        with pytest.raises(hvd.MismatchError, match=r"noname\.8") as caught:
+            handle.result()
+        assert {value.site.rpartition(" in ")[2] for value in caught.value.per_rank.values()} == {"_group"}
+        hvd.barrier()
+        _group(4, 5).result()
+
+    on(2, body, stall_check_time_seconds=0.2, stall_shutdown_time_seconds=1.0)
+
+
+def test_groups_in_flight_that_go_by_message(on: On) -> None:
+    """More than there are turn slots, and some that wait for a rank whose slots are recalled."""
+
+    def body() -> None:
+        for _ in range(2):
+            _group(2, 3).result()
+        hvd.barrier()
+        for _ in range(3):
+            handles = [_group(2, 3, value=k) for k in range(150)]
+            assert [_values(each) for each in handles] == [
+                [[[2.0 * k] * 2] * 2, [[2.0 * k] * 2] * 3] for k in range(150)
+            ]
+        hvd.barrier()
+        if hvd.rank():
+            _group(2, 3, name="noise").result()
+        else:
+            handle = _group(2, 3)  # waits, marked, until its slot is taken back
+            _group(2, 3, name="noise").result()
+            hvd.barrier()
+            assert _values(handle) == [[[2.0] * 2] * 2, [[2.0] * 2] * 3]
+            return
+        hvd.barrier()
+        array = np.ones((2, 2), np.float32), np.ones((3, 2), np.float32)[::-1]  # not as remembered
+        handle = hvd.grouped_allreduce_async(list(array), op=hvd.Sum)
+        assert _values(handle) == [[[2.0] * 2] * 2, [[2.0] * 2] * 3]
+
+    on(2, body)

@@ -1,5 +1,5 @@
 /* Calls without a name of ranks on several hosts, in turn slots. Each rank submits the same calls, a few at
- * a time. For some of them one rank, or each, has a digest of its own: such a call must be recalled on all
+ * a time; every third one is grouped. For some of them one rank, or each, has a digest of its own: such a call must be recalled on all
  * ranks, and any other must give its result. Rank 0 has the coordinator's part: it recalls the slot of an
  * unlike call once a rank has got the call back, and delegates the slot once all ranks have. */
 #include "races.h"
@@ -25,7 +25,8 @@ typedef struct {
     uint32_t slot;
     uint64_t version, turn;
     int64_t values[LONGEST], results[LONGEST];
-    int taken; /* written before the turn ends, read after it */
+    int64_t addresses[4], starts[3]; /* of a grouped call, which has two arrays */
+    int taken;                       /* written before the turn ends, read after it */
 } call;
 
 typedef struct {
@@ -103,8 +104,17 @@ static void submit(end *e, uint64_t number, dice *draw) {
                                                                    .op = PYHVD_SUM};
     u->taken = 0;
     pyhvd_slot_list_renew(&u->c.slots, 0, version);
-    u->c.srcs[0] = (int64_t)(intptr_t)u->values;
-    u->c.dsts[0] = (int64_t)(intptr_t)(roll(draw, 2) ? u->values : u->results);
+    int64_t cut = count / 2;
+    u->c.arrays = number % 3 ? 0 : 2;
+    u->c.srcs = u->c.arrays ? u->addresses : u->c.single_addresses;
+    u->c.dsts = u->c.srcs + (u->c.arrays ? 2 : 1);
+    u->c.starts = u->c.arrays ? u->starts : NULL;
+    u->starts[1] = cut, u->starts[2] = count;
+    int64_t *results = roll(draw, 2) ? u->values : u->results;
+    for (uint32_t k = 0; k < (u->c.arrays ? 2 : 1); k++) {
+        u->c.srcs[k] = (int64_t)(intptr_t)(u->values + (int64_t)k * cut);
+        u->c.dsts[k] = (int64_t)(intptr_t)(results + (int64_t)k * cut);
+    }
     u->c.slots.digest = digest_of(e, number);
     if (!pyhvd_fast_path_hold(&e->path, &u->c)) fail("no memory");
     u->turn = u->c.started;
@@ -189,7 +199,8 @@ static void take_refused(end *e) {
         pthread_mutex_unlock(&e->path.submissions.mutex);
         if (!u) return;
         u->taken = 1;
-        pyhvd_fast_path_settle(&e->path, &u->c);
+        for (uint32_t n = u->c.arrays ? u->c.arrays : 1; n; n--)
+            pyhvd_fast_path_settle(&e->path, &u->c);
     }
 }
 

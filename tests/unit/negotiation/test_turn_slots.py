@@ -7,7 +7,7 @@ import dataclasses
 from msgspec.structs import replace
 
 from pyhvd.negotiation.messages import Request, RequestType
-from pyhvd.negotiation.turn_slots import TurnSlots, digest_of, number_of, signature_of
+from pyhvd.negotiation.turn_slots import TurnSlots, digest_of, named, number_of, signature_of
 
 CALL = Request(RequestType.ALLREDUCE, "noname.3", 7, (4,), 1)
 
@@ -39,15 +39,28 @@ def test_names_have_numbers() -> None:
     assert numbers == [0, 17, -1, -1, -1, -1]
 
 
-def test_only_host_tensors_without_a_group_have_signatures() -> None:
-    assert signature_of(CALL) == replace(CALL, name="")
+def test_only_host_tensors_have_signatures() -> None:
+    assert signature_of([CALL]) == (replace(CALL, name=""),)
     others = [
         replace(CALL, name="x"),
         replace(CALL, device="cuda:0"),
         replace(CALL, type=RequestType.ADASUM),
-        replace(CALL, group="noname.3", group_size=1),
     ]
-    assert [signature_of(each) for each in others] == [None] * 4
+    assert [signature_of([each]) for each in others] == [None] * 3
+
+
+def test_a_group_has_a_signature_if_it_is_one_allreduce_of_several_shapes() -> None:
+    other = replace(CALL, name="", shape=(2, 3), layout="1,0")
+    group = named([replace(CALL, name=""), other], "noname.3", grouped=True)
+    assert [(each.name, each.group, each.group_size) for each in group] == [
+        ("noname.3_1of2", "noname.3", 2),
+        ("noname.3_2of2", "noname.3", 2),
+    ]
+    assert signature_of(group) == (replace(CALL, name=""), other)
+    for field, value in (("dtype", 8), ("op", 2), ("prescale", 0.5), ("window", True)):
+        assert signature_of([group[0], replace(group[1], **{field: value})]) is None
+    assert signature_of([replace(each, group="g") for each in group]) is None
+    assert signature_of([replace(each, type=RequestType.ALLGATHER) for each in group]) is None
 
 
 def test_a_digest_tells_calls_apart() -> None:
@@ -58,9 +71,10 @@ def test_a_digest_tells_calls_apart() -> None:
             ("postscale", 0.5), ("root", 1), ("window", True), ("layout", "1,0"), ("splits", 4),
         )
     ]  # fmt: skip
-    digests = {digest_of(each) for each in (CALL, *others)}
-    assert len(digests) == 1 + len(others)
-    assert digest_of(replace(CALL)) == digest_of(CALL)
+    digests = {digest_of([each], grouped=False) for each in (CALL, *others)}
+    digests |= {digest_of(each, grouped=True) for each in ([CALL], [CALL, CALL])}
+    assert len(digests) == 3 + len(others)
+    assert digest_of([replace(CALL)], grouped=False) == digest_of([CALL], grouped=False)
     assert max(digests) < 1 << 64
 
 

@@ -172,7 +172,7 @@ static int64_t lane_bytes(const pyhvd_local_move *move) {
 /* Stage the tensors of a call that this rank has marked. */
 static void stage(pyhvd_fast_path *path, const pyhvd_call *call) {
     const pyhvd_cached_tensor *tensors = path->setup.sets[call->set].tensors;
-    for (uint32_t k = 0; k < call->slots.n; k++) {
+    for (uint32_t k = 0; !call->arrays && k < call->slots.n; k++) {
         const pyhvd_cached_tensor *tensor = &tensors[call->slots.ids[k]];
         const pyhvd_local_move *move = tensor->move;
         if ((move ? move->total : tensor->count) > PYHVD_PAYLOAD) continue;
@@ -256,7 +256,7 @@ static int fits_with(const pyhvd_fast_path *path, const pyhvd_cached_tensor *a,
                      const pyhvd_cached_tensor *b) {
     return a->verb == PYHVD_ALLREDUCE && b->verb == PYHVD_ALLREDUCE && a->dtype == b->dtype &&
            a->op == b->op && a->prescale == b->prescale && a->postscale == b->postscale &&
-           a->direct == b->direct &&
+           a->direct == b->direct && !a->call->arrays && !b->call->arrays &&
            (!path->setup.groups_alone || a->call == b->call ||
             !(a->call->grouped || b->call->grouped));
 }
@@ -326,11 +326,13 @@ static int is_alike(const pyhvd_fast_path *path, pyhvd_call *call) {
     return call->alike == PYHVD_ALIKE;
 }
 
-/* Return the grouped call that makes up the whole log entry and fits into one batch, or NULL. */
+/* Return the grouped call that makes up the whole log entry and fits into one batch, or that has a turn
+ * slot, which is a batch by itself; or NULL. */
 static pyhvd_call *find_whole_call(const pyhvd_fast_path *path, const pyhvd_cached_tensor *first) {
     const pyhvd_progress *p = &path->progress;
     pyhvd_call *call = first->call;
     const pyhvd_slot_list *slots = &call->slots;
+    if (call->arrays) return call;
     if (!call->grouped || p->next || slots->n != p->pending_count) return NULL;
     if (memcmp(p->pending, slots->ids, slots->n * sizeof *slots->ids)) return NULL;
     if ((size_t)call->starts[slots->n] * pyhvd_itemsize(first->dtype) > p->threshold) return NULL;
@@ -377,7 +379,7 @@ static void load_batch(pyhvd_fast_path *path) {
         .srcs = whole ? whole->srcs : p->srcs,
         .dsts = whole ? whole->dsts : p->dsts,
         .starts = whole ? whole->starts : p->starts,
-        .n = n,
+        .n = whole && whole->arrays ? whole->arrays : n,
         .dtype = first->dtype,
         .op = first->op,
         .prescale = first->prescale,
@@ -416,12 +418,12 @@ static void sample_batch(pyhvd_fast_path *path, uint64_t bytes) {
 static void count_batch(pyhvd_fast_path *path) {
     const pyhvd_progress *p = &path->progress;
     pyhvd_counters *counters = &path->counters;
-    uint64_t bytes = (uint64_t)p->job.starts[p->batch_count] * pyhvd_itemsize(p->job.dtype);
+    uint64_t bytes = (uint64_t)p->job.starts[p->job.n] * pyhvd_itemsize(p->job.dtype);
     sample_batch(path, bytes);
-    pyhvd_observe(&counters->tensors, p->batch_count, 1);
+    pyhvd_observe(&counters->tensors, p->job.n, 1);
     pyhvd_observe(&counters->bytes, bytes, 1);
     const pyhvd_cached_tensor *first = &path->setup.sets[p->set].tensors[p->pending[p->next]];
-    pyhvd_add(&counters->verb_tensors[first->verb], p->batch_count);
+    pyhvd_add(&counters->verb_tensors[first->verb], p->job.n);
     pyhvd_add(&counters->verb_bytes[first->verb], bytes);
     if (p->ready_ns) pyhvd_observe(&counters->execution, (uint64_t)(pyhvd_now() - p->ready_ns), 1);
 }
@@ -455,9 +457,10 @@ static void end_batch(pyhvd_fast_path *path) {
         n = p->whole_call ? p->batch_count : 1;
         while (k + n < p->batch_count && tensors[slots[n]].call == call) n++;
         int64_t agreed = p->ready_ns - call->marked_ns;
+        uint32_t ended = call->arrays ? call->arrays : n;
         if (p->ready_ns)
-            pyhvd_observe(&path->counters.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
-        end_tensors(path, call, n);
+            pyhvd_observe(&path->counters.negotiation, agreed > 0 ? (uint64_t)agreed : 0, ended);
+        end_tensors(path, call, ended);
     }
 }
 

@@ -96,6 +96,9 @@ struct pyhvd_call {
     int64_t single_addresses[2]; /* where `srcs` and `dsts` of a single tensor point to */
     /* grouped call: n + 1 prefix sums of the element counts; else NULL */
     int64_t *starts;
+    /* of a grouped call in a turn slot, which stands for all of its arrays: how many they are; else 0.
+     * `srcs`, `dsts` and `starts` are about the arrays, which one batch reduces alone. */
+    uint32_t arrays;
     int alike;         /* PYHVD_UNKNOWN and so on; the progress lock holder's */
     int64_t marked_ns; /* stored before the marks, read after the log's entry */
     /* of a call without a name: its place in the order of the set's calls, and what it is, from 1 on;
@@ -236,7 +239,8 @@ static inline int pyhvd_fast_path_hold(pyhvd_fast_path *path, pyhvd_call *call) 
     if (n == s->capacity && !pyhvd_fast_path_grow(path)) return 0;
     call->started++;
     call->state = PYHVD_HELD;
-    atomic_store_explicit(&call->unfinished, call->slots.n, memory_order_relaxed);
+    atomic_store_explicit(&call->unfinished, call->arrays ? call->arrays : call->slots.n,
+                          memory_order_relaxed);
     s->held[n] = call;
     atomic_fetch_add_explicit(&s->hold_count, 1, memory_order_relaxed);
     atomic_store_explicit(&s->held_count, n + 1, memory_order_release);
