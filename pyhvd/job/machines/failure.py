@@ -49,11 +49,12 @@ class FailureAnalysis:
         """Return the failure that explains the others; there must be one."""
         cause = root_cause(self._reports)
         assert cause is not None
-        # On the same host the failure itself may have ended the task: there a lost task explains nothing.
-        here = _first_rank_of_host(by_rank, cause.rank)
-        lost = (report for report in self._reports if report.kind == LOST)
-        elsewhere = (report for report in lost if _first_rank_of_host(by_rank, report.rank) != here)
-        first = root_cause(elsewhere)
+        lost = [report for report in self._reports if report.kind == LOST]
+        if not cause.follows_another:
+            # It may itself have ended the other tasks of its host: their loss explains nothing.
+            here = _first_rank_of_host(by_rank, cause.rank)
+            lost = [report for report in lost if _first_rank_of_host(by_rank, report.rank) != here]
+        first = root_cause(lost)
         may_follow = cause.follows_another or _is_crash(cause)
         if first is not None and (may_follow or self._reports[first] + REPORT_S < self._reports[cause]):
             cause = first

@@ -143,10 +143,7 @@ class Schedule(RuleBasedStateMachine):
         order = {**dict.fromkeys(OWN, 1), INTERRUPT: 2, SECONDARY: 3, LOST: 4}
         best = min(self.failed, key=lambda each: (order[each[0]], each[1]))
         if best[0] == SECONDARY:
-            here = self.placements[best[2]].index
-            lost = [
-                each for each in self.failed if each[0] == LOST and self.placements[each[2]].index != here
-            ]
+            lost = [each for each in self.failed if each[0] == LOST]
             best = min(lost, key=lambda each: each[1], default=best)
         return best[2]
 

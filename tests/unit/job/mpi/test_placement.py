@@ -121,10 +121,24 @@ def test_what_mpi_makes_of_a_lost_host_is_not_the_cause(kind: str, code: int, te
     failures = FailureAnalysis()
     failures.add(ExitReport(0, kind, code, text, 10.0), now=100.0)
     assert failures.settled_at > 100.0  # the loss may be seen later than its consequences
-    failures.add(ExitReport(1, LOST, 1, "is lost", 10.1), now=100.1)
     assert str(error_of(failures, placements)) == f"rank 0 of 3 on host a (Spark task 0) {text}"
     failures.add(ExitReport(2, LOST, 1, "is lost", 10.2), now=100.2)
     assert str(error_of(failures, placements)) == "rank 2 of 3 on host b (Spark task 2) is lost"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "cause"),
+    [
+        (SIGNAL, "was killed by SIGSEGV", 0),  # it may have ended its host's other task
+        (SECONDARY, "failed: RankFailedError: a process there has ended", 1),
+    ],
+)
+def test_a_lost_task_of_the_same_host_is_the_cause_of_what_follows(kind: str, text: str, cause: int) -> None:
+    failures = FailureAnalysis()
+    failures.add(ExitReport(0, kind, 139, text, 10.0), now=100.0)
+    failures.add(ExitReport(1, LOST, 1, "is lost", 10.1), now=100.1)
+    by_rank = {placement.rank: placement for placement in placements_of(["a", "a", "b"])}
+    assert failures.cause(by_rank).rank == cause
 
 
 def test_a_rank_that_was_killed_from_outside_is_the_cause_at_once() -> None:
