@@ -17,15 +17,17 @@ from benchmarks.tensors import Tensors, resnet50
 
 IN_PLACE, OUT_OF_PLACE = "pyhvd, in place", "pyhvd, out of place"
 SYNCHRONOUS, GROUP = "pyhvd, out of place, one by one", "pyhvd, out of place, one group"
-ARRAYS, TENSORS = "arrays", "tensors"
+ARRAYS, SHARED, TENSORS = "arrays", "arrays of hvd.empty()", "tensors"
 
 
 def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
-    """Yield a case of arrays per number of gradients, and one of tensors."""
+    """Yield a case of each kind per number of gradients."""
     peers.start_pyhvd()
     for count in sizes:
         tensors = Tensors(resnet50()[:count], world.rank, world.size)
         yield case(ARRAYS, hvd, tensors, tensors.arrays, list)
+        shared = Tensors(resnet50()[:count], world.rank, world.size, empty=hvd.empty)
+        yield case(SHARED, hvd, shared, shared.arrays, list)
         if importlib.util.find_spec("torch") is None:
             world.note("tensors: torch is not installed")
             continue

@@ -17,6 +17,7 @@ call raises :class:`~pyhvd.errors.RankFailedError` on the other ranks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from pyhvd.native.shared_memory import (
     GROUPED,
     IN_PLACE,
     PAIRS,
+    POOL_LEAST,
     SCATTERS,
     WAITS,
     set_lookup,
@@ -245,23 +247,34 @@ def reduce_by_message(
             shape = source.shape
             if kind is RequestType.REDUCESCATTER:
                 shape = (check_rows(shape, call.size)[call.rank], *shape[1:])
+            target, held = source if in_place else None, False
+            if kind is RequestType.ALLREDUCE and reduction.prescale == 1.0:
+                target, held = _in_arena(call, source, target)
             call.add(
                 source,
-                source if in_place else source.empty_like(shape),
+                source.empty_like(shape) if target is None else target,
                 op=reduction.op,
                 prescale=reduction.prescale,
                 postscale=reduction.postscale,
-                window=in_place and reduction.prescale == 1.0 and _is_in_arena(call, source),
+                window=held,
             )
         return call.submit(members if in_place else None)
 
 
-def _is_in_arena(call: Call, tensor: View) -> bool:
-    """Return whether every rank of the node can reduce a tensor in place, in shared memory."""
+def _in_arena(call: Call, source: View, target: View | None) -> tuple[View | None, bool]:
+    """Return a tensor's target, and whether the node's ranks can reduce both in shared memory.
+
+    Without a target, a large result gets its memory there if the tensor has.
+    """
     arena = call.context.arena
-    if not isinstance(arena, Arena) or not isinstance(tensor, TensorView):
-        return False
-    return tensor.home is None and arena.holds(tensor.ptr)
+    if not isinstance(arena, Arena) or not isinstance(source, TensorView):
+        return target, False
+    if source.home is not None or not arena.holds(source.ptr):
+        return target, False
+    if target is None and source.library is None and source.nbytes >= POOL_LEAST:
+        with contextlib.suppress(OSError):
+            target = TensorView(arena.result(source.shape, source.array.dtype), source.info)
+    return target, target is not None
 
 
 # -- reducescatter -------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from pyhvd.engine.fast_path import connect, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.job.mpi.rank_env import read_generation
-from pyhvd.native.shared_memory import FastPathHolder, Handle, count_rank_threads
+from pyhvd.native.shared_memory import FastPathHolder, Handle, count_rank_threads, pool_counts
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
@@ -268,7 +268,10 @@ class Context:
     def _make_meter(self, between: HostMeter, lateness: StragglerStats | None) -> Meter:
         topology, timed = self.topology, self.config.metrics_port is not None
         number = None if self._generation is None else self._generation.number
-        return Meter(topology.rank, topology.size, self.fast_path, lateness, between, number, timed=timed)
+        results = self.arena.counts if isinstance(self.arena, Arena) else pool_counts
+        return Meter(
+            topology.rank, topology.size, self.fast_path, lateness, between, number, results, timed=timed
+        )
 
     def _backend_maker(
         self, recorder: Recorder, between: HostMeter

@@ -192,7 +192,7 @@ class FastPathAdapter:
         self._splits: dict[tuple[int, int], Ints] = {}
         self._host_places: dict[int, HostPlaces] = {}  # of the sets on several hosts
         if arena is not None:
-            fast_path.know_arena(arena.start, arena.nbytes)
+            fast_path.know_arena(arena)
         fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
     def open_set(self, set_id: int, backend: HostBackend) -> None:

@@ -137,7 +137,7 @@ class Runtime:
         self._control, self._config = control, config
         self._tuner, self._where = parts.tuner, parts.where
         self._hooks, self._recorder = parts.hooks, parts.recorder
-        self._surroundings = parts.surroundings
+        self._surroundings, self._arena = parts.surroundings, parts.arena
         rank, size, fast_path = control.rank, control.size, parts.fast_path
         if self._tuner is not None and fast_path is not None:
             fast_path.measure(self._tuner.sampler)
@@ -190,6 +190,8 @@ class Runtime:
     def start(self) -> None:
         """Start the background thread."""
         open_pool(self._config.pool_size)
+        if self._arena is not None:
+            self._arena.keep_results(self._config.pool_size, self._control.wake)
         self._thread.start()
         if self._watch is not None:
             self._watch.start()
@@ -284,6 +286,8 @@ class Runtime:
                 self._watch.stop()
             self._answered.set()
             close_pool()
+            if self._arena is not None:
+                self._arena.keep_results(0)
             self._over.set()
 
     def _loop(self) -> ErrorInfo:
@@ -468,11 +472,11 @@ class Runtime:
     def _tidy(self) -> float | None:
         """Free memory of results that nobody has used for long; return the time of the next look.
 
-        With a fast path, the thread does so where it sleeps.
+        With a fast path, the thread does so where it sleeps, except for results in the arena.
         """
-        if self._fast_path is not None or not arrays.pool_used:
-            return None
-        return tidy_pool(time.monotonic_ns()) / 1e9 or None
+        if self._fast_path is not None:
+            return None if self._arena is None else self._arena.tidy(time.monotonic())
+        return tidy_pool(time.monotonic_ns()) / 1e9 or None if arrays.pool_used else None
 
     def _tell_waiting(self, now: float) -> float | None:
         """Tell rank 0 of cached tensors that wait for long; return the time of the next look."""

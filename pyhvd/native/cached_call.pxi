@@ -18,7 +18,7 @@ cdef struct ArrayLayout:
     uint32_t index  # of the tensor among the call's slots
     int ndim
     bint permuted  # whether its dimensions lie in memory in another order, which numpy arrays never do here
-    bint in_arena  # whether the array must lie in the arena
+    bint in_arena  # whether the array and its result must lie in the arena
     bint unscaled  # whether it may be reduced there
 
 
@@ -304,6 +304,7 @@ cdef class CachedCall:
         """Return whether an array or tensor is like the cached one of the k-th tensor; store its address."""
         cdef ArrayLayout* layout = &self.layouts[k]
         cdef TensorType kind
+        cdef bint held
         if PyArray_CheckExact(tensor):
             if not self.suits_array(k, <PyArray*>tensor, inplace):
                 return False
@@ -312,9 +313,10 @@ cdef class CachedCall:
             kind = <TensorType>_tensor_types.get(type(<object>tensor))
             if kind is None or not kind.suits(<CachedTensor>self.tensors[k], tensor, inplace, address):
                 return False
-        return layout.in_arena == (
-            inplace and layout.unscaled and self.path.arena_from <= address[0] < self.path.arena_to
-        )
+        held = layout.unscaled and self.path.arena_from <= address[0] < self.path.arena_to
+        if inplace:
+            return layout.in_arena == held
+        return not layout.in_arena or (held and PyArray_CheckExact(tensor))
 
     cdef bint suits_array(self, Py_ssize_t k, PyArray* array, bint inplace) except -1:
         cdef ArrayLayout* layout = &self.layouts[k]
@@ -342,12 +344,14 @@ cdef class CachedCall:
         cdef object result
         if PyArray_CheckExact(tensor):
             try:
-                if cached.result_bytes >= _POOL_LEAST:
+                if cached.in_arena:
+                    result = self.path.arena.result(cached.request.shape, <object>cached.dtype)
+                elif cached.result_bytes >= _POOL_LEAST:
                     result = pooled_array(cached.ndim, cached.result_dims, cached.dtype)
                 else:
                     Py_INCREF(cached.dtype)  # PyArray_Empty steals a reference
                     result = PyArray_Empty(cached.ndim, cached.result_dims, <void*>cached.dtype, 0)
-            except MemoryError:
+            except (MemoryError, OSError):
                 return None
             address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
             return result

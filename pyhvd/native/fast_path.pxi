@@ -107,6 +107,7 @@ cdef class FastPath(ReadyTableEnd):
     cdef int generation
     cdef public bint paused
     cdef bint closed
+    cdef object arena
     cdef int64_t arena_from
     cdef int64_t arena_to
 
@@ -194,10 +195,11 @@ cdef class FastPath(ReadyTableEnd):
     def has_messages(self, bint has_messages):
         pyhvd_set_word(&self.c.has_messages, has_messages)
 
-    def know_arena(self, uintptr_t start, size_t nbytes):
-        """Set the address and length of this rank's arena."""
-        self.arena_from = <int64_t>start
-        self.arena_to = <int64_t>(start + nbytes)
+    def know_arena(self, arena):
+        """Set this rank's :class:`pyhvd.transport.arena.Arena`."""
+        self.arena = arena
+        self.arena_from = arena.start
+        self.arena_to = self.arena_from + <int64_t>arena.nbytes
 
     def open_set(self, int set_id, Window window, arenas, uint64_t version=0, places=None):
         """Serve a process set's calls through its window, given its ranks' arenas (addresses).
@@ -251,7 +253,7 @@ cdef class FastPath(ReadyTableEnd):
         postscale : float
             The kernels' factor.
         direct : bool
-            Whether every rank's array is in its arena.
+            Whether every rank's array and its result are in its arena.
         plan : Plan
             What the ranks' sizes make of it.
         """

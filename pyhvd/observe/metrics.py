@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -235,6 +235,8 @@ class Meter:
         Counts what crosses to other hosts.
     generation : int, optional
         The generation of this rank, in an elastic job.
+    results : callable
+        Returns (bytes kept, results in new memory, results in kept memory) of this process.
     timed : bool
         Whether to measure times.
     """
@@ -245,13 +247,14 @@ class Meter:
     lateness: StragglerStats | None = None
     hosts: HostMeter | None = None
     generation: int | None = None
+    results: Callable[[], tuple[int, int, int]] = pool_counts
     timed: bool = field(kw_only=True)
 
     def __post_init__(self) -> None:
         if self.fast is not None:
             self.fast.timed = self.timed
         self._begun = time.monotonic()
-        _, self._results_new, self._results_reused = pool_counts()
+        _, self._results_new, self._results_reused = self.results()
         self._lock = threading.Lock()
         self._histograms = {name: _OpenHistogram() for name in _SPECS}
         self._tensors: Counter[tuple[str, str]] = Counter()
@@ -341,7 +344,7 @@ class Meter:
         fast = self.fast.counts() if self.fast is not None else dict.fromkeys(_SPECS, ([0] * BUCKETS, 0))
         fast_tensors = fast["response_tensors"][1]
         late = self._late()
-        kept, new, reused = pool_counts()
+        kept, new, reused = self.results()
         further: dict[str, Any] = {**self.hosts.read(self.fast)} if self.hosts is not None else {}
         with self._lock:
             for name, (field_name, low, high, unit) in _SPECS.items():

@@ -4,7 +4,9 @@ Owns :class:`Arena`, the shared memory of one rank's arrays; knows nothing of co
 reserves as many addresses as the file system of shared memory has bytes. It takes memory in whole huge pages,
 and only for allocated arrays.
 
-Any thread may allocate. An array's memory becomes free when nothing refers to the array.
+Any thread may allocate. An array's memory becomes free when nothing refers to the array. That of a result is
+kept for later results of its size class, as the pool keeps other results (``native/src/results/pool.h``): its
+pages are there, and :meth:`Arena.tidy` frees it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import errno
 import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +25,12 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import Array
-from pyhvd.native.shared_memory import HUGE
+from pyhvd.native.shared_memory import HUGE, pool_counts
 
 LINE = 128
 """Arrays begin at multiples of this number of bytes."""
+KEPT_S = 10.0
+"""For how long memory is kept that no result of its size class uses."""
 
 
 @dataclass(slots=True)
@@ -46,6 +51,10 @@ class Arena:
         ``release(offset, nbytes)`` frees that memory.
     memory : object
         Keeps all arenas mapped.
+    kept : int
+        Bytes that are kept for results now.
+    made, reused : int
+        Results in new memory, and in memory that was kept.
     """
 
     rank: int
@@ -54,9 +63,16 @@ class Arena:
     claim: Callable[[int, int], None]
     release: Callable[[int, int], None]
     memory: object
+    kept: int = 0
+    made: int = 0
+    reused: int = 0
+    _most_kept: int = 0
+    _wake: Callable[[], object] = bool
+    _kept: dict[int, _Kept] = field(default_factory=dict)  # by size class
+    _results: int = 0  # in use or kept
     _free: list[tuple[int, int]] = field(default_factory=list)
     _claimed: set[int] = field(default_factory=set)
-    _returned: deque[tuple[int, int]] = field(default_factory=deque)
+    _returned: deque[tuple[int, int, bool]] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _pid: int = field(default_factory=os.getpid)
 
@@ -81,28 +97,78 @@ class Arena:
             Shared memory is used up.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        block = _Block(self, max(nbytes, 1))
-        return np.asarray(block)[:nbytes].view(dtype).reshape(shape)
+        return _Block(self, -(-max(nbytes, 1) // LINE) * LINE, is_result=False).array(shape, dtype)
 
-    def take(self, nbytes: int) -> int:
+    def keep_results(self, most: int, wake: Callable[[], object] = bool) -> None:
+        """Give results memory from now on, and keep at most so many bytes; 0: give and keep none.
+
+        ``wake()``, from any thread, asks for a call of :meth:`tidy`.
+        """
+        with self._lock:
+            self._most_kept, self._wake = most, wake
+            if not most:
+                self._drop(math.inf)
+
+    def result(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array as :meth:`empty`, in memory that was kept if there is some.
+
+        Raises
+        ------
+        OSError
+            Shared memory is used up, or no memory is kept for results.
+        """
+        if not self._most_kept:
+            raise OSError(errno.ENOSPC, "no results come from the arena")
+        return _Block(self, size_class(math.prod(shape) * dtype.itemsize), is_result=True).array(shape, dtype)
+
+    def take(self, nbytes: int, *, is_result: bool = False) -> int:
         """Allocate bytes, a multiple of :data:`LINE`; return their offset."""
         with self._lock:
             self._collect()
-            for index, (offset, room) in enumerate(self._free):
-                if room >= nbytes:
-                    self._claim(offset, nbytes)
-                    self._free[index : index + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
-                    return offset
+            if is_result and (kept := self._kept.get(nbytes)) and kept.offsets:
+                self.kept -= nbytes
+                self.reused += 1
+                return kept.offsets.pop()
+            try:
+                offset = self._take_new(nbytes)
+            except OSError:
+                self._drop(math.inf)
+                offset = self._take_new(nbytes)
+            self.made += is_result
+            self._results += is_result
+            first = is_result and self._results == 1
+        if first:
+            self._wake()
+        return offset
+
+    def _take_new(self, nbytes: int) -> int:
+        for index, (offset, room) in enumerate(self._free):
+            if room >= nbytes:
+                self._claim(offset, nbytes)
+                self._free[index : index + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
+                return offset
         raise OSError(errno.ENOSPC, f"all {self.nbytes >> 20} MiB of the arena are in use")
 
-    def give_back(self, offset: int, nbytes: int) -> None:
+    def counts(self) -> tuple[int, int, int]:
+        """Return (bytes kept, results in new memory, results in kept memory), here and in the pool."""
+        kept, made, reused = pool_counts()
+        return kept + self.kept, made + self.made, reused + self.reused
+
+    def tidy(self, now: float) -> float | None:
+        """Free what was kept for :data:`KEPT_S`; return when to look again; None: there is no result."""
+        with self._lock:
+            self._collect()
+            self._drop(now - KEPT_S)
+            return now + KEPT_S if self._results else None
+
+    def give_back(self, offset: int, nbytes: int, *, is_result: bool = False) -> None:
         """Free bytes; do nothing in a forked child, as the parent owns them.
 
         Finalizers call this method at any point of any thread, so it never waits for the lock.
         """
         if os.getpid() != self._pid:
             return
-        self._returned.append((offset, nbytes))
+        self._returned.append((offset, nbytes, is_result))
         if self._lock.acquire(blocking=False):
             try:
                 self._collect()
@@ -117,16 +183,37 @@ class Arena:
             self._claimed.update(missing)
 
     def _collect(self) -> None:
-        """Free the returned bytes, and release huge pages that hold no array."""
+        """Keep or free the returned bytes."""
         while self._returned:
-            offset, nbytes = self._returned.popleft()
-            first, room = self._merge(offset, nbytes)
-            # Only pages under the returned bytes can have become empty.
-            lowest = max(-(-first // HUGE), offset // HUGE)
-            highest = min((first + room) // HUGE, -(-(offset + nbytes) // HUGE))
-            for page in range(lowest, highest):
-                self._claimed.remove(page)
-                self.release(page * HUGE, HUGE)
+            offset, nbytes, is_result = self._returned.popleft()
+            if is_result and nbytes <= self._most_kept:
+                if self.kept + nbytes > self._most_kept:
+                    self._drop(math.inf)
+                kept = self._kept.setdefault(nbytes, _Kept())
+                kept.offsets.append(offset)
+                kept.since = time.monotonic()
+                self.kept += nbytes
+            else:
+                self._results -= is_result
+                self._release(offset, nbytes)
+
+    def _drop(self, until: float) -> None:
+        """Free what is kept, of size classes that were last used before a time."""
+        for nbytes in [nbytes for nbytes, kept in self._kept.items() if kept.since < until]:
+            for offset in self._kept.pop(nbytes).offsets:
+                self.kept -= nbytes
+                self._results -= 1
+                self._release(offset, nbytes)
+
+    def _release(self, offset: int, nbytes: int) -> None:
+        """Free bytes, and release huge pages that hold no array."""
+        first, room = self._merge(offset, nbytes)
+        # Only pages under the returned bytes can have become empty.
+        lowest = max(-(-first // HUGE), offset // HUGE)
+        highest = min((first + room) // HUGE, -(-(offset + nbytes) // HUGE))
+        for page in range(lowest, highest):
+            self._claimed.remove(page)
+            self.release(page * HUGE, HUGE)
 
     def _merge(self, offset: int, nbytes: int) -> tuple[int, int]:
         """Add bytes to the free list; return the free range that now contains them."""
@@ -141,24 +228,38 @@ class Arena:
         return offset, nbytes
 
 
+@dataclass(slots=True)
+class _Kept:
+    """Offsets of memory of one size class, and when the last one was kept (monotonic s)."""
+
+    offsets: list[int] = field(default_factory=list)
+    since: float = 0.0
+
+
+def size_class(nbytes: int) -> int:
+    """Return the bytes to allocate for a result: up to an eighth more, so that like sizes share memory."""
+    step = max(LINE, 1 << max(nbytes.bit_length() - 4, 0))
+    return -(-max(nbytes, 1) // step) * step
+
+
 class _Block:
     """The memory of one array, which refers to it as its base."""
 
-    __slots__ = ("__array_interface__", "_arena", "_nbytes", "_offset")
+    __slots__ = ("__array_interface__", "_arena", "_is_result", "_nbytes", "_offset")
 
-    def __init__(self, arena: Arena, nbytes: int) -> None:
+    def __init__(self, arena: Arena, nbytes: int, *, is_result: bool) -> None:
         self._nbytes = 0
-        whole = -(-nbytes // LINE) * LINE
-        self._arena = arena
-        self._offset = arena.take(whole)
-        self._nbytes = whole
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": np.dtype(np.uint8).str,
-            "data": (arena.start + self._offset, False),
-        }
+        self._arena, self._is_result = arena, is_result
+        self._offset = arena.take(nbytes, is_result=is_result)
+        self._nbytes = nbytes
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return the array."""
+        at = (self._arena.start + self._offset, False)
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": dtype.str, "data": at}
+        array = np.asarray(self)
+        return array if array.dtype == dtype else array.view(dtype)  # ml_dtypes' have numpy's str of bytes
 
     def __del__(self) -> None:
         if self._nbytes:
-            self._arena.give_back(self._offset, self._nbytes)
+            self._arena.give_back(self._offset, self._nbytes, is_result=self._is_result)

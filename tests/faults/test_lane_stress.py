@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class _Rank:
             self.lane.clear()
             self.lane.open_ready_set(0, range(size))
         arenas = [base + shared_memory.ready_table_bytes(size, SLOTS) + q * ARENA for q in range(size)]
-        self.lane.know_arena(arenas[rank], ARENA)
+        self.lane.know_arena(SimpleNamespace(start=arenas[rank], nbytes=ARENA))
         self.lane.open_set(0, window, arenas)
         for slot, request in enumerate(_requests()):
             self.lane.install(0, slot, request, 1, ReduceOp.SUM, 1.0, request.window, Plan())

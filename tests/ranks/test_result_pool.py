@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.engine.context import current
 from pyhvd.native.shared_memory import POOL_LEAST, limit_pool, pool_counts, pooled, tidy_pool
 from pyhvd.testing import run_ranks
+from pyhvd.transport.arena import Arena
 
 LIMIT = 8 << 20
 HEAD = 64  # bytes of a buffer's head
@@ -133,6 +135,58 @@ def test_large_results_have_the_bits_of_in_place_ones(size: int, prescale: float
             assert given.tobytes() == kept.tobytes()
 
     _on(size, body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["x", None])
+def test_results_of_arrays_in_the_arena_lie_there_too(size: int, name: str | None) -> None:
+    def body() -> None:
+        arena = current().arena
+        assert isinstance(arena, Arena)
+        given, group = hvd.empty(ROWS, np.float64), [hvd.empty(n, np.float32) for n in (ROWS, 3 * ROWS, 10)]
+        for step in range(6):
+            given[:] = np.arange(ROWS) + step + hvd.rank()
+            want = size * (np.arange(ROWS) + step) + size * (size - 1) // 2
+            out = hvd.allreduce(given, name=name, op=hvd.Sum)
+            assert arena.holds(out.ctypes.data)
+            assert out.tolist() == want.tolist()
+            assert given[0] == step + hvd.rank()
+            if hvd.rank():  # in place beside out of place
+                assert hvd.allreduce(given, name=name and "m", op=hvd.Sum).tolist() == want.tolist()
+            else:
+                assert hvd.allreduce_(given, name=name and "m", op=hvd.Sum).tolist() == want.tolist()
+            for array in group:
+                array[:] = step
+            for array, out in zip(group, hvd.grouped_allreduce(group, name=name and "g"), strict=True):
+                assert arena.holds(out.ctypes.data) == (array.size >= ROWS)
+                assert (out == step).all()
+        seen, kept = hvd.metrics(), arena.kept
+        hvd.barrier()  # the end of another rank would give all memory back
+        assert seen.results_reused >= arena.reused >= 12
+        assert seen.results_kept_bytes >= kept > 0
+
+    _on(size, body)
+
+
+def test_arrays_of_other_kinds_agree_with_those_in_the_arena() -> None:
+    """A rank whose array, or whose result, is elsewhere makes all ranks reduce through the window."""
+
+    def body() -> None:
+        inside, outside = hvd.empty(ROWS, np.float64), np.empty(ROWS)
+        arena = current().arena
+        assert isinstance(arena, Arena)
+        for step in range(12):
+            given = outside if hvd.rank() == 0 and step % 4 == 3 else inside
+            given[:] = step
+            if step == 6 and hvd.rank():
+                arena.keep_results(0)
+            out = hvd.allreduce(given, name="x", op=hvd.Sum)
+            assert (out == 2 * step).all()
+            half = hvd.allreduce(given, name="half", op=hvd.Sum, prescale_factor=0.5)
+            assert (half == step).all()
+            assert not arena.holds(half.ctypes.data)
+
+    _on(2, body)
 
 
 def test_ten_thousand_steps_of_changing_shapes_stay_within_the_limit() -> None:

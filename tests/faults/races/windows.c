@@ -136,7 +136,9 @@ static void allreduce(player *p) {
         starts[k] = starts[k - 1] + (int64_t)roll(&p->plan, total / job.n + 1);
     starts[job.n] = (int64_t)total;
     uint8_t *in = job.direct ? p->s->arenas[p->rank] : p->send,
-            *out = job.direct || inplace ? in : p->recv;
+            *out = inplace      ? in
+                   : job.direct ? in + MOST(p->s->capacity)
+                                : p->recv;
     /* a result that is dropped */
     int skipped = job.direct ? TENSORS : (int)roll(&p->draw, 2 * TENSORS);
     for (size_t k = 0; k < job.n; k++) {
@@ -449,7 +451,7 @@ static void use(int rank, void *what) {
 static void set_up(stage *s, const terms *t) {
     s->t = t;
     make_areas(s->areas, t->size, s->capacity);
-    for (int q = 0; q < t->size; q++) s->arenas[q] = make(MOST(s->capacity));
+    for (int q = 0; q < t->size; q++) s->arenas[q] = make(2 * MOST(s->capacity));
     pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
 }
 

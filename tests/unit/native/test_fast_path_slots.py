@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Lane:
         )
         self.lane.attach({}, {}, {}, lambda: None)
         self.lane.clear()
-        self.lane.know_arena(0, 0)
+        self.lane.know_arena(SimpleNamespace(start=0, nbytes=0))
         self.open()
 
     def open(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pyhvd.native.shared_memory import HUGE
-from pyhvd.transport.arena import LINE, Arena
+from pyhvd.transport.arena import KEPT_S, LINE, Arena
 
 PAGES = 4
 
@@ -82,6 +84,69 @@ def _allocate(arena: Arena, nbytes: int) -> Any:
     assert array.ctypes.data % LINE == 0
     assert arena.holds(array.ctypes.data)
     return array
+
+
+def _result(arena: Arena, nbytes: int) -> Any:
+    return arena.result((nbytes,), np.dtype(np.uint8))
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(sizes, st.booleans(), st.integers(0, 3)), max_size=30), st.integers(1, PAGES))
+def test_results_come_and_go_beside_arrays(program: list[tuple[int, bool, int]], most: int) -> None:
+    """Each step allocates a result or an array, then drops an array if there are too many."""
+    pages = Pages()
+    pages.arena.keep_results(most * HUGE // 2)
+    held: list[tuple[Any, int]] = []
+    results = 0
+    for index, (nbytes, is_result, most_held) in enumerate(program):
+        with contextlib.suppress(OSError):
+            array = _result(pages.arena, nbytes) if is_result else _allocate(pages.arena, nbytes)
+            results += is_result
+            if array is not None:
+                array[...] = index % 251
+                held.append((array, index % 251))
+        array = None
+        if len(held) > most_held:
+            held.pop(index % len(held))
+        assert all((each == value).all() for each, value in held)
+        assert pages.claimed >= pages.under([each for each, _ in held])
+        assert 0 <= pages.arena.kept <= most * HUGE // 2
+    assert pages.arena.made + pages.arena.reused == results
+    held.clear()
+    pages.arena.keep_results(0)
+    assert not pages.claimed
+    assert pages.arena.tidy(time.monotonic()) is None
+
+
+def test_a_result_gets_memory_that_is_kept_until_nobody_uses_it() -> None:
+    pages, woken = Pages(), []
+    with pytest.raises(OSError, match="no results"):
+        _result(pages.arena, 1000)
+    pages.arena.keep_results(2 * HUGE, lambda: woken.append(1))
+    first = _result(pages.arena, HUGE)
+    address = first.ctypes.data
+    del first
+    assert pages.arena.kept == HUGE
+    second = _result(pages.arena, HUGE - 5)  # of the same size class
+    assert second.ctypes.data == address
+    assert (pages.arena.made, pages.arena.reused, woken) == (1, 1, [1])
+    del second
+    now = time.monotonic()
+    assert pages.arena.tidy(now) == now + KEPT_S
+    assert pages.claimed
+    assert pages.arena.tidy(now + KEPT_S + 1) is None
+    assert not pages.claimed
+    assert pages.arena.kept == 0
+
+
+def test_arrays_get_the_memory_that_is_kept_for_results() -> None:
+    pages = Pages()
+    pages.arena.keep_results(PAGES * HUGE)
+    del [_result(pages.arena, HUGE) for _ in range(PAGES)][:]
+    assert pages.arena.kept == PAGES * HUGE
+    whole = pages.arena.empty((PAGES * HUGE,), np.dtype(np.uint8))
+    assert whole.size == PAGES * HUGE
+    assert pages.arena.kept == 0
 
 
 def test_without_memory_nothing_changes() -> None:

@@ -33,7 +33,7 @@ typedef struct {
     size_t n;
     int dtype, op;
     double prescale, postscale;
-    /* whether every rank reduces in place, in its arena, without prescale; the same on all ranks */
+    /* whether every rank's tensors and results lie in its arena, without prescale; the same on all ranks */
     int direct;
     /* Of one tensor: a rank gets its portion alone, at dsts[0]. NULL: every rank gets the whole result. */
     const pyhvd_portions *portions;

@@ -120,7 +120,7 @@ typedef struct {
     int64_t count;
     double prescale, postscale;
     int dtype, op;
-    int direct; /* whether every rank's array lies in its arena */
+    int direct; /* whether every rank's array and its result lie in its arena */
     int verb;   /* a code of negotiation.messages.RequestType */
     /* Not both; without them it is an allreduce, or a barrier, which has no elements. */
     const pyhvd_local_move *move; /* for a verb that reduces nothing ... */

@@ -157,12 +157,13 @@ static inline void prefetch_second(const uint8_t *at, size_t bytes) {
 }
 
 /* Reduce `bytes` bytes at `own` (this rank's) and theirs[q] (rank q's) into `out`, and store the
- * result at theirs[q] too. Each cache line of a peer then moves between cores twice; it would move
- * three times if the peer fetched the result. The next `more` bytes after theirs[q] are needed
- * afterwards, and may be prefetched. If `streamed`, the bytes go to `out` past the caches. */
+ * result at into[q] too, which may be theirs[q]. Each cache line of a peer then moves between cores
+ * twice; it would move three times if the peer fetched the result. The next `more` bytes after
+ * theirs[q] are needed afterwards, and may be prefetched. If `streamed`, the bytes go to `out`, and
+ * to each into[q] that is not theirs[q], past the caches. */
 static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint8_t *own,
-                         uint8_t *out, uint8_t *const *theirs, size_t bytes, size_t more,
-                         int streamed) {
+                         uint8_t *out, uint8_t *const *theirs, uint8_t *const *into, size_t bytes,
+                         size_t more, int streamed) {
     size_t item = pyhvd_itemsize(job->dtype);
     int inplace = own == out;
     int64_t from[PYHVD_MAX_LOCAL];
@@ -181,7 +182,11 @@ static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint
         size_t left = inplace ? bytes - k : 0;
         for (int q = 0; q < w->size; q++) {
             if (q == w->rank) continue;
-            store_with_peer(theirs[q] + k, bytes - k + more, result, left, length);
+            if (streamed && into[q] != theirs[q]) {
+                pyhvd_stream_copy(into[q] + k, result, length);
+                continue;
+            }
+            store_with_peer(into[q] + k, bytes - k + more, result, left, length);
             left = 0; /* the first peer's turn has prefetched `out` */
         }
         if (streamed) pyhvd_stream_copy(out + k, result, length);
@@ -205,7 +210,7 @@ static void reduce_range(const pyhvd_window *w, const pyhvd_job *job, size_t *wa
         const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p.offset, item) : mine;
         uint8_t *out = dst ? address_of(dst, p.offset, item) : mine;
         if (!p.offset) prefetch_tensor(job, p.tensor, item);
-        reduce_bytes(w, job, own, out, slots, bytes, (size_t)(to - from) * item,
+        reduce_bytes(w, job, own, out, slots, slots, bytes, (size_t)(to - from) * item,
                      is_streamed(job, p.tensor));
         for (int q = 0; q < w->size; q++) slots[q] += bytes;
     }
@@ -274,23 +279,29 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
     return PYHVD_OK;
 }
 
+/* Where a rank reads and writes a tensor in its arena: bytes from the arena's begin. */
+typedef struct {
+    uint64_t src, dst;
+} place;
+
 /* Reduce this rank's share of every chunk in the arenas. Begin with the last chunk, because usually
  * the end of an array is still in the cache. */
 static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
     size_t item = pyhvd_itemsize(job->dtype), walk = 0;
     int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / item);
-    uint8_t *theirs[PYHVD_MAX_LOCAL];
+    uint8_t *theirs[PYHVD_MAX_LOCAL], *into[PYHVD_MAX_LOCAL];
     piece p;
     for (int64_t k = (total - 1) / per_chunk; k >= 0; k--) {
         span s = span_of(w, total, per_chunk, k);
         while (next_piece(job, &walk, &s.mine_from, s.mine_to, &p)) {
             for (int q = 0; q < w->size; q++) {
-                const uint64_t *places = (const uint64_t *)slot_of(w, q, w->chunks);
-                theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
+                const place *there = (const place *)slot_of(w, q, w->chunks) + p.tensor;
+                theirs[q] = w->arena[q] + there->src + (size_t)p.offset * item;
+                into[q] = w->arena[q] + there->dst + (size_t)p.offset * item;
                 if (q != w->rank) prefetch_second(theirs[q], (size_t)p.count * item);
             }
-            uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
-            reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0, 0);
+            reduce_bytes(w, job, theirs[w->rank], into[w->rank], theirs, into,
+                         (size_t)p.count * item, 0, is_streamed(job, p.tensor));
         }
     }
 }
@@ -299,12 +310,15 @@ static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
  * the peers have reduced theirs. */
 static int reduce_direct(pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_job *job = c->job;
-    uint64_t chunk = w->chunks, *places = (uint64_t *)slot_of(w, w->rank, chunk);
+    uint64_t chunk = w->chunks;
+    place *places = (place *)slot_of(w, w->rank, chunk);
+    const uint8_t *arena = w->arena[w->rank];
     int status = PYHVD_OK;
     if (c->stage == 0) {
         if ((status = pyhvd_await_free_slot(w, chunk))) return status;
         for (size_t t = 0; t < job->n; t++)
-            places[t] = (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)w->arena[w->rank]);
+            places[t] = (place){(uint64_t)(job->srcs[t] - (int64_t)(intptr_t)arena),
+                                (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)arena)};
         pyhvd_announce(w, PACKED, chunk + 1);
         c->stage = 1;
     }
@@ -312,6 +326,7 @@ static int reduce_direct(pyhvd_window *w, pyhvd_job_cursor *c) {
         if ((status = pyhvd_await_all(w, PACKED, chunk + 1))) return status;
         int64_t begin = pyhvd_trace_now(w->trace);
         reduce_shares(w, job);
+        pyhvd_stream_fence();
         pyhvd_add_stage(w, PYHVD_REDUCING, begin, chunk);
         pyhvd_announce(w, REDUCED, chunk + 1);
         c->stage = 2;
@@ -332,7 +347,7 @@ static int reduce_here(pyhvd_window *w, pyhvd_job_cursor *c) {
     int64_t total = c->job->starts[c->job->n], per_chunk = (int64_t)(w->chunk / item);
     int status = PYHVD_OK;
     if ((size_t)total * item <= PYHVD_FLAT) return reduce_flat(w, c);
-    int direct = c->job->direct && c->job->n * sizeof(uint64_t) <= w->chunk;
+    int direct = c->job->direct && c->job->n * sizeof(place) <= w->chunk;
     w->shift = c->job->n == 1 && !direct ? SHIFT : 0;
     if (direct) return reduce_direct(w, c);
     int64_t count = (total + per_chunk - 1) / per_chunk;
