@@ -21,7 +21,7 @@ _log = logging.getLogger("pyhvd")
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
     """Return a new array in shared memory, which allreduces of this node do not copy.
 
-    The result is an ordinary numpy array. The ranks reduce it, each rank its share, with about half the memory
+    The result is an ordinary numpy array. The ranks reduce it, each its share, with about half the memory
     traffic, from the second allreduce of a name on, if every rank's array comes from this function and there
     is no prescale factor; out of place from 64 KiB on, into shared memory. Else it is reduced as any other.
     Allocate once and reuse the array: new shared memory is slower to get than other memory. The memory is
