@@ -18,6 +18,7 @@ QUESTIONS = (
     "small",
     "latency",
     "verbs",
+    "calls",
     "metrics",
     "busy",
     "idle",

@@ -39,7 +39,8 @@ QUESTIONS: dict[str, tuple[set[str], int, str]] = {
     "startup": ({"pyhvd", "raw mpi4py"}, 4, "s"),
     "memory": ({"pyhvd", "raw mpi4py"}, 3, "MiB"),
     "halves": ({"pyhvd, float32", "pyhvd, float16", "pyhvd, bfloat16", "MPI Allreduce, float32"}, 1, "s"),
-    "results": ({"pyhvd, in place", "pyhvd, out of place", "pyhvd, out of place, one group"}, 1, "s"),
+    "calls": (set(), 3, "s"),
+    "results": ({"pyhvd, in place", "pyhvd, out of place", "pyhvd, out of place, one group"}, 2, "s"),
     "scale": (set(), 12, "s messages KiB MiB one-way delays characters"),
     "oversubscribed": ({"pyhvd, in place", "MPI, pack + Allreduce + unpack"}, 1, "s"),
 }
