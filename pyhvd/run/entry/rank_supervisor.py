@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict
 from types import FrameType
 
-from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, end_job
+from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, drain_output, end_job
 from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXCEPTION, INTERRUPT, ExitReport, describe_unreported
@@ -80,6 +80,8 @@ class Supervisor:
             relay.finish()
         if self._report is None and not ended_well and not self._stopping:
             self._announce(self._describe_end(exit_code))
+        if self._stopping:
+            drain_output()  # when all ranks have said that they have ended, the launcher ends mpiexec
         self._tell("ended", exit_code or int(not ended_well))
         if self._report is not None and not self._stopping:
             return self._leave(self._report.code)
