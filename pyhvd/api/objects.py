@@ -6,11 +6,13 @@ first bytes and the length. A second one follows only for longer objects.
 
 from __future__ import annotations
 
+import io
+import pickle
 import sys
 from collections.abc import Callable
 from functools import cache
 from struct import Struct
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -179,7 +181,28 @@ def _naming(name: str | None, process_set: ProcessSet, verb: int) -> tuple[Names
     return _names(checked_name(name, RequestType(verb))), CallOrder()
 
 
+class _NotPlain(Exception):
+    """An object is neither a builtin value nor a builtin container."""
+
+
+class _PlainPickler(pickle.Pickler):
+    """Pickles builtin values and containers as cloudpickle does; raises _NotPlain for all other objects.
+
+    It is written in C, and calls :meth:`reducer_override` only for the other objects.
+    """
+
+    def reducer_override(self, obj: Any) -> NoReturn:
+        raise _NotPlain(obj)
+
+
 def _pickled(obj: Any) -> bytes:
+    """Return cloudpickle's pickle of an object."""
+    file = io.BytesIO()
+    try:
+        _PlainPickler(file, cloudpickle.DEFAULT_PROTOCOL).dump(obj)
+        return file.getvalue()
+    except (_NotPlain, RecursionError):
+        file.close()  # it may be large
     pickled: bytes = cloudpickle.dumps(obj)
     return pickled
 
