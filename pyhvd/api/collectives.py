@@ -41,6 +41,9 @@ from pyhvd.native.shared_memory import (
     POOL_LEAST,
     SCATTERS,
     WAITS,
+    CallOrder,
+    find_order as find_order,
+    move_in_order,
     set_lookup,
     start,
     start_move as start_move,
@@ -543,8 +546,7 @@ _BARRIER = OwnName(BARRIER_NAME)
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
-    with context.current().order(process_set, BARRIER_NAME) as order:
-        order.finish(start_move(BARRIER, WAITS, None, None, _BARRIER, process_set))
+    move_in_order(BARRIER, WAITS, None, None, _BARRIER, process_set)
 
 
 def _barrier(_: int, __: None, ___: None, name: str, process_set: ProcessSet) -> Handle:
@@ -570,7 +572,11 @@ def move_by_message(
     return _BY_MESSAGE[verb](form, tensors, term, name, process_set)
 
 
-LOOKUP = (current_holder, process_holder, ProcessSet, global_process_set, OwnName)
-"""How the fast path finds the caller's rank and process set; see :func:`set_lookup`."""
+def _make_order(process_set: ProcessSet, name: str) -> CallOrder:
+    return context.current().make_order(process_set, name)
+
+
+LOOKUP = (current_holder, process_holder, ProcessSet, global_process_set, OwnName, _make_order)
+"""How the fast path finds the caller's rank, process set and call order; see :func:`set_lookup`."""
 
 set_lookup(*LOOKUP, reduce_by_message, move_by_message)

@@ -42,7 +42,13 @@ from pyhvd.engine.fast_path import connect, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.job.mpi.rank_env import read_generation
-from pyhvd.native.shared_memory import FastPathHolder, Handle, count_rank_threads, pool_counts
+from pyhvd.native.shared_memory import (
+    CallOrder,
+    FastPathHolder,
+    count_rank_threads,
+    current_context,
+    pool_counts,
+)
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
@@ -58,37 +64,6 @@ from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.world import World
 
 Ranks = tuple[int, ...]
-
-
-class CallOrder:
-    """Context manager by which the threads of a rank make calls of one name, one after the other.
-
-    A call within another one, as of a signal's handler, waits for that one's collective.
-    """
-
-    def __init__(self) -> None:
-        self._last: Handle | None = None  # if its wait was interrupted, the next call waits for its end
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> CallOrder:
-        self._lock.acquire()
-        try:
-            if self._last is not None:
-                self._last.wait()
-        except BaseException:
-            self._lock.release()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
-
-    def finish(self, handle: Handle) -> Any:
-        """Wait for a call; return its result."""
-        self._last = handle
-        result = handle.result()
-        self._last = None
-        return result
 
 
 class Counts(dict[str, int]):
@@ -206,7 +181,7 @@ class Context:
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
         self._counts: dict[int, Counts] = {}
-        self._orders: dict[tuple[int | None, str], CallOrder] = {}
+        self.orders: dict[tuple[int, str], CallOrder] = {}
         self._lock = threading.Lock()
         self.hooks = Instruments()
         self.warned_of_memory = False
@@ -342,18 +317,15 @@ class Context:
             number = counts[prefix] = counts.get(prefix, -1) + 1
             return f"{prefix}.{number}", counts
 
-    def order(self, process_set: Any, name: str) -> CallOrder:
-        """Return the order of a process set's calls of one name; errors as :meth:`members_of`.
+    def make_order(self, process_set: Any, name: str) -> CallOrder:
+        """Return the order of a process set's calls of one name; :func:`find_order` finds it from then on.
 
-        Raises RuntimeError in a callback of a handle, which must not wait.
+        Raises ValueError as :meth:`members_of` does, and RuntimeError in a callback of a handle, which must
+        not wait.
         """
         self.runtime.check_may_wait()
-        key = getattr(process_set, "process_set_id", None), name
-        if (order := self._orders.get(key)) is None:
-            self.members_of(process_set)
-            with self._lock:
-                order = self._orders.setdefault(key, CallOrder())
-        return order
+        set_id, _ = self.members_of(process_set)
+        return self.orders.setdefault((set_id, name), CallOrder(self.runtime.thread_id))
 
     def members_of(self, process_set: Any) -> tuple[int, Ranks]:
         """Return the id and the members of a process set that this rank may use.
@@ -492,17 +464,20 @@ class ContextHolder(FastPathHolder):
     submission reads it without the context.
     """
 
+    context: Context | None  # read-only: `use` sets it
+
     def __init__(self) -> None:
         self.rank: int | None = None
-        self.context: Context | None = None
         self.lock = threading.RLock()  # a signal handler may call shutdown() meanwhile
         self.make_world: Callable[[], World] | None = None
         self.overrides: dict[str, Any] = {}
 
     def use(self, context: Context | None) -> None:
         """Set the context of the module-level functions, or clear it."""
-        self.context = context
-        self.fast_path = None if context is None else context.fast_path
+        if context is None:
+            self.keep(None, None, None)
+        else:
+            self.keep(context, context.fast_path, context.orders)
 
 
 process_holder = ContextHolder()
@@ -540,8 +515,10 @@ def current() -> Context:
     NotInitializedError
         No context exists, or this is a forked child.
     """
-    context = inherited()
-    context.check_usable()
+    context: Context | None = current_context()
+    if context is None:
+        context = inherited()
+        context.check_usable()
     return context
 
 
@@ -553,7 +530,7 @@ def inherited() -> Context:
     NotInitializedError
         No context exists.
     """
-    context = current_holder().context
+    context: Context | None = current_holder().context
     if context is None:
         raise NotInitializedError("pyhvd has not been initialized: call pyhvd.init() first")
     return context

@@ -210,6 +210,11 @@ class Runtime:
         self._control.wake()
         future.result()
 
+    @property
+    def thread_id(self) -> int:
+        """Identifier of the runtime's thread, which has started."""
+        return self._thread.ident or 0
+
     def check_may_wait(self) -> None:
         """Raise RuntimeError on the runtime's thread, as in a callback of a handle."""
         if threading.current_thread() is self._thread:

@@ -52,9 +52,7 @@ cdef class Handle:
         bool
             False if it timed out; the collective continues.
         """
-        if self.ended or self._look():
-            return True
-        return self._wait(-1.0 if timeout is None else max(float(timeout), 0.0))
+        return self._wait_at_most(timeout)
 
     def result(self, timeout=None):
         """Wait, and return the output (a list of outputs for a grouped call).
@@ -66,7 +64,7 @@ cdef class Handle:
         HorovodInternalError
             The collective failed; its subclass says how.
         """
-        if not self.ended and not self._look() and not self.wait(timeout):
+        if not self._wait_at_most(timeout):
             raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")
         self.seen = True
         if self.error is not None:
@@ -160,6 +158,11 @@ cdef class Handle:
             handle, call.handle = call.handle, None
         pthread_mutex_unlock(&call.path.c.submissions.mutex)
         return 0
+
+    cdef bint _wait_at_most(self, timeout) except -1:
+        if self.ended or self._look():
+            return True
+        return self._wait(-1.0 if timeout is None else max(float(timeout), 0.0))
 
     cdef bint _wait(self, double seconds) except -1:
         cdef FastPath path = self.call.path

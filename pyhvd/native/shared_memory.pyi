@@ -1,6 +1,6 @@
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -176,6 +176,11 @@ def pooled(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]: ...
 
 class FastPathHolder:
     fast_path: FastPath | None
+    @property
+    def context(self) -> Any: ...
+    def keep(
+        self, context: object, fast_path: FastPath | None, orders: dict[tuple[int, str], CallOrder] | None
+    ) -> None: ...
 
 GROUPED: int
 IN_PLACE: int
@@ -195,10 +200,12 @@ def set_lookup(
     set_class: type,
     global_set: object,
     own_name: type[str],
+    make_order: Callable[[Any, str], CallOrder],
     reduce: Callable[..., Any],
     move: Callable[..., Any],
 ) -> None: ...
 def count_rank_threads(change: int) -> None: ...
+def current_context() -> Any: ...
 def start(
     form: int,
     tensors: Any,
@@ -212,6 +219,17 @@ def start(
 def start_move(
     verb: int, form: int, tensors: Any, term: Any, name: str | None, process_set: Any
 ) -> Handle: ...
+
+class CallOrder:
+    def __init__(self, background_thread: int = 0) -> None: ...
+    def __enter__(self) -> CallOrder: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+    def move(self, verb: int, form: int, tensors: Any, term: Any, name: str, process_set: Any) -> Any: ...
+
+def find_order(process_set: Any, name: str) -> CallOrder: ...
+def move_in_order(verb: int, form: int, tensors: Any, term: Any, name: str, process_set: Any) -> Any: ...
 def c_functions() -> object: ...
 def error_of(text: str) -> BaseException | None: ...
 def call_id(

@@ -1,9 +1,27 @@
 # Submission to the fast path: from a verb's arguments to a handle; a part of shared_memory.pyx.
 
 cdef class FastPathHolder:
-    """Holds the fast path of a rank, for :func:`start`; None if all calls go by message."""
+    """Holds what the functions here need of a rank's context, until the next :meth:`keep`.
 
-    cdef FastPath _fast_path
+    In free-threaded Python another thread may replace it, so a critical section guards each member.
+    """
+
+    cdef object _context
+    cdef FastPath _fast_path  # None if all calls go by message
+    cdef dict _orders  # {(id of a process set, name): CallOrder}
+    cdef int generation
+
+    def keep(self, context, FastPath fast_path, dict orders):
+        """Hold a context, with its fast path and its call orders; or None."""
+        with cython.critical_section(self):
+            self._context, self._fast_path, self._orders = context, fast_path, orders
+            self.generation = _generation
+
+    @property
+    def context(self):
+        """The rank's context, or None; in a forked child that of the parent."""
+        with cython.critical_section(self):
+            return self._context
 
     @property
     def fast_path(self):
@@ -16,15 +34,26 @@ cdef class FastPathHolder:
             self._fast_path = fast_path
 
     cdef FastPath get(self):
-        with cython.critical_section(self):  # in free-threaded Python, another thread may replace the path
+        with cython.critical_section(self):
             return self._fast_path
+
+    cdef object usable_context(self):
+        """Return the context; None if there is none, or this process is a forked child."""
+        with cython.critical_section(self):
+            return self._context if self.generation == _generation else None
+
+    cdef dict usable_orders(self):
+        """Return the call orders; None if there is no context, or this process is a forked child."""
+        with cython.critical_section(self):
+            return self._orders if self.generation == _generation else None
 
 
 cdef object _current_holder = None
-cdef FastPathHolder _process_holder = None
+cdef FastPathHolder _process_holder = FastPathHolder()
 cdef object _set_class = None
 cdef object _global_set = None
 cdef object _own_name = None
+cdef object _make_order = None
 cdef object _reduce_by_message = None
 cdef object _move_by_message = None
 cdef int _rank_threads = 0
@@ -38,17 +67,18 @@ cpdef enum:
 
 
 def set_lookup(
-    current_holder, FastPathHolder process_holder, set_class, global_set, own_name, reduce, move
+    current_holder, FastPathHolder process_holder, set_class, global_set, own_name, make_order, reduce, move
 ):
     """Tell :func:`start` and :func:`start_move` how to find the caller's fast path and process set.
 
-    ``own_name`` is the class of the names that pyhvd gives to tensors of its own. ``reduce`` and ``move``
-    submit the calls that cannot use the fast path; they take the same arguments.
+    ``own_name`` is the class of the names that pyhvd gives to tensors of its own. ``make_order`` takes a
+    process set and such a name; it checks whether the caller may wait, and returns the CallOrder. ``reduce``
+    and ``move`` submit the calls that cannot use the fast path; they take the same arguments.
     """
-    global _current_holder, _process_holder, _set_class, _global_set, _own_name
+    global _current_holder, _process_holder, _set_class, _global_set, _own_name, _make_order
     global _reduce_by_message, _move_by_message
     _current_holder, _process_holder = current_holder, process_holder
-    _set_class, _global_set, _own_name = set_class, global_set, own_name
+    _set_class, _global_set, _own_name, _make_order = set_class, global_set, own_name, make_order
     _reduce_by_message, _move_by_message = reduce, move
 
 
@@ -56,6 +86,11 @@ def count_rank_threads(int change):
     """Add ``change`` to the number of ranks that are threads of this process; the caller holds a lock."""
     global _rank_threads
     _rank_threads += change
+
+
+def current_context():
+    """Return the caller's context; None if there is none, or this process is a forked child."""
+    return find_holder().usable_context()
 
 
 def start(int form, tensors, average, name, op, prescale, postscale, process_set):
@@ -91,7 +126,7 @@ def start(int form, tensors, average, name, op, prescale, postscale, process_set
     return handle
 
 
-def start_move(int verb, int form, tensors, term, name, process_set):
+cpdef object start_move(int verb, int form, tensors, term, name, process_set):
     """Submit a call that reduces nothing: to the fast path if the call is cached, else by message.
 
     Parameters
@@ -125,10 +160,14 @@ def start_move(int verb, int form, tensors, term, name, process_set):
     return handle
 
 
+cdef FastPathHolder find_holder():
+    """Return the holder of the caller's rank; before :func:`set_lookup` an empty one."""
+    return _process_holder if _rank_threads == 0 else _current_holder()
+
+
 cdef PathSet find_set(object process_set):
     """Return the caller's process set if the fast path serves it now, else None."""
-    cdef FastPathHolder holder = _process_holder if _rank_threads == 0 else _current_holder()
-    cdef FastPath path = holder.get()
+    cdef FastPath path = find_holder().get()
     cdef object set_id = 0
     if path is None:
         return None
