@@ -45,6 +45,7 @@ class Ranks:
         boxes: list[deque[Message]] = [deque() for _ in HOSTS]
         bells = [threading.Event() for _ in HOSTS]
         self.sockets = dict(enumerate(pair()))
+        self.arrived: list[list[Message]] = [[], []]
         self.transports = []
         for rank in range(len(HOSTS)):
             inner = InProcessTransport(Tree.of(rank, HOSTS), boxes, ThreadBell(rank, bells))
@@ -53,11 +54,12 @@ class Ranks:
 
     def receive(self, rank: int, count: int = 1) -> list[Message]:
         """Return some messages; while there are fewer, let the other end send."""
-        arrived: list[Message] = []
+        arrived = self.arrived[rank]
         while len(arrived) < count:
             if not select.select([self.transports[rank]], [], [], 0.01)[0]:
-                self.transports[1 - rank].receive()
+                self.arrived[1 - rank] += self.transports[1 - rank].receive()
             arrived += self.transports[rank].receive()
+        self.arrived[rank] = []
         return arrived
 
 
