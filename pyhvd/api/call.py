@@ -94,6 +94,11 @@ class Call:
         self._group_size = 0
         self._entries: list[TensorEntry] = []
 
+    @property
+    def has_name(self) -> bool:
+        """Whether the call's name is not made up from its number."""
+        return not self._is_unnamed
+
     def members(self, tensors: Any) -> Sequence[Any]:
         """Return the call's tensors as a sequence, of length 1 unless the call is grouped."""
         if not self._group:

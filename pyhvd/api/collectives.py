@@ -274,7 +274,8 @@ def _in_arena(call: Call, source: View, target: View | None) -> tuple[View | Non
         return target, False
     if source.home is not None or not arena.holds(source.ptr):
         return target, False
-    if target is None and source.library is None and source.nbytes >= POOL_LEAST:
+    # Calls without a name are alike only if all ranks have such results; with a name the ranks agree anew.
+    if target is None and call.has_name and source.library is None and source.nbytes >= POOL_LEAST:
         with contextlib.suppress(OSError):
             target = TensorView(arena.result(source.shape, source.array.dtype), source.info)
     return target, target is not None

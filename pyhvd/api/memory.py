@@ -1,4 +1,4 @@
-"""Arrays in memory that all ranks of a node share, which the ranks reduce in place."""
+"""Arrays in memory that all ranks of a node share, which the ranks reduce without copies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _log = logging.getLogger("pyhvd")
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
     """Return a new array in shared memory, which allreduces of this node do not copy.
 
-    The result is an ordinary numpy array. The ranks reduce it, each its share, with about half the memory
-    traffic, from the second allreduce of a name on, if every rank's array comes from this function and there
-    is no prescale factor; out of place from 64 KiB on, into shared memory. Else it is reduced as any other.
+    The result is an ordinary numpy array. From the second allreduce of a name on, each rank reduces a share
+    where the arrays are, with about half the memory traffic. That needs arrays from this function on every
+    rank, no prescale factor and, out of place, a name and 64 KiB; the result is in shared memory then.
     Allocate once and reuse the array: new shared memory is slower to get than other memory. The memory is
     freed with the last reference. Not collective.
 

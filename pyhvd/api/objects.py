@@ -108,8 +108,10 @@ def _broadcast(
     if make is None:
         whole = _prepared(lambda: np.empty(size, np.uint8), BROADCAST, names[1], process_set)
         whole[:_ROOM] = first[:_ROOM]
+    elif isinstance(data, bytes):
+        whole = _prepared(lambda: np.frombuffer(bytearray(data), np.uint8), BROADCAST, names[1], process_set)
     else:
-        whole = np.frombuffer(bytearray(data), np.uint8) if isinstance(data, bytes) else data
+        whole = data
     move(BROADCAST, IN_PLACE | WAITS, whole[_ROOM:], root_rank, names[1], process_set)
     return whole
 

@@ -162,7 +162,7 @@ cpdef object start_move(int verb, int form, tensors, term, name, process_set):
 
 cdef FastPathHolder find_holder():
     """Return the holder of the caller's rank; before :func:`set_lookup` an empty one."""
-    return _process_holder if _rank_threads == 0 else _current_holder()
+    return _process_holder if _rank_threads == 0 or _current_holder is None else _current_holder()
 
 
 cdef PathSet find_set(object process_set):

@@ -1,4 +1,4 @@
-"""Allocate arrays in memory that all ranks of a node map, so that ranks reduce them in place without copies.
+"""Allocate arrays in memory that all ranks of a node map, so that ranks reduce them without copies.
 
 Owns :class:`Arena`, the shared memory of one rank's arrays; knows nothing of contexts, names or MPI. An arena
 reserves as many addresses as the file system of shared memory has bytes. It takes memory in whole huge pages,
@@ -29,6 +29,11 @@ from pyhvd.native.shared_memory import HUGE, pool_counts
 
 LINE = 128
 """Arrays begin at multiples of this number of bytes."""
+_PATIENCE_S = 1.0
+"""A result gets other memory if the lock is not free for so long. This may be a signal's handler, whose own
+thread has the lock."""
+_AGAIN_S = 1.0
+"""Time to the next look if the lock was not free."""
 KEPT_S = 10.0
 """For how long memory is kept that no result of its size class uses."""
 
@@ -102,12 +107,11 @@ class Arena:
     def keep_results(self, most: int, wake: Callable[[], object] = bool) -> None:
         """Give results memory from now on, and keep at most so many bytes; 0: give and keep none.
 
-        ``wake()``, from any thread, asks for a call of :meth:`tidy`.
+        ``wake()``, from any thread, asks for a call of :meth:`tidy`. It never waits for the lock.
         """
-        with self._lock:
-            self._most_kept, self._wake = most, wake
-            if not most:
-                self._drop(math.inf)
+        self._most_kept, self._wake = most, wake
+        if not most:
+            self.tidy(math.inf)
 
     def result(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array as :meth:`empty`, in memory that was kept if there is some.
@@ -123,7 +127,9 @@ class Arena:
 
     def take(self, nbytes: int, *, is_result: bool = False) -> int:
         """Allocate bytes, a multiple of :data:`LINE`; return their offset."""
-        with self._lock:
+        if not self._lock.acquire(timeout=_PATIENCE_S if is_result else -1):
+            raise OSError(errno.EBUSY, "another thread allocates in the arena")
+        try:
             self._collect()
             if is_result and (kept := self._kept.get(nbytes)) and kept.offsets:
                 self.kept -= nbytes
@@ -137,6 +143,8 @@ class Arena:
             self.made += is_result
             self._results += is_result
             first = is_result and self._results == 1
+        finally:
+            self._lock.release()
         if first:
             self._wake()
         return offset
@@ -156,10 +164,14 @@ class Arena:
 
     def tidy(self, now: float) -> float | None:
         """Free what was kept for :data:`KEPT_S`; return when to look again; None: there is no result."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):  # an allocation may take long, and the caller must not
+            return now + _AGAIN_S
+        try:
             self._collect()
             self._drop(now - KEPT_S)
             return now + KEPT_S if self._results else None
+        finally:
+            self._lock.release()
 
     def give_back(self, offset: int, nbytes: int, *, is_result: bool = False) -> None:
         """Free bytes; do nothing in a forked child, as the parent owns them.
@@ -184,11 +196,13 @@ class Arena:
 
     def _collect(self) -> None:
         """Keep or free the returned bytes."""
+        if not self._most_kept and self._kept:
+            self._drop(math.inf)
         while self._returned:
             offset, nbytes, is_result = self._returned.popleft()
             if is_result and nbytes <= self._most_kept:
                 if self.kept + nbytes > self._most_kept:
-                    self._drop(math.inf)
+                    self._make_room(nbytes)
                 kept = self._kept.setdefault(nbytes, _Kept())
                 kept.offsets.append(offset)
                 kept.since = time.monotonic()
@@ -196,6 +210,14 @@ class Arena:
             else:
                 self._results -= is_result
                 self._release(offset, nbytes)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Free what is kept, the size classes first that were used least recently, until more may be kept."""
+        for size, kept in sorted(self._kept.items(), key=lambda each: each[1].since):
+            while kept.offsets and self.kept + nbytes > self._most_kept:
+                self.kept -= size
+                self._results -= 1
+                self._release(kept.offsets.pop(), size)
 
     def _drop(self, until: float) -> None:
         """Free what is kept, of size classes that were last used before a time."""

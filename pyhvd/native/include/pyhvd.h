@@ -116,7 +116,7 @@ typedef struct pyhvd_tensor_layout {
     uint32_t n;         /* tensors of the call */
     int32_t type;       /* PYHVD_TYPE_..., or -1 for a barrier, which has no memory */
     int32_t ndim;
-    int32_t in_arena; /* whether source and target must be the same memory from pyhvd.empty() */
+    int32_t in_arena;             /* whether source and target must be memory from pyhvd.empty() */
     int64_t dims[PYHVD_MAX_DIMS]; /* of the source: `ndim` lengths */
     int64_t source_bytes;
     int64_t target_bytes; /* differs from `source_bytes` where a verb changes the number of rows */

@@ -139,6 +139,46 @@ def test_a_result_gets_memory_that_is_kept_until_nobody_uses_it() -> None:
     assert pages.arena.kept == 0
 
 
+def test_the_least_recently_used_sizes_make_room() -> None:
+    pages = Pages()
+    pages.arena.keep_results(2 * HUGE)
+    held = [_result(pages.arena, nbytes) for nbytes in (HUGE // 2, HUGE, HUGE)]
+    held.pop(0)
+    held.pop(0)
+    assert pages.arena.kept == HUGE * 3 // 2
+    held.pop()
+    assert pages.arena.kept == 2 * HUGE
+    assert pages.arena.reused == 0
+    held = [_result(pages.arena, HUGE) for _ in range(2)]
+    assert pages.arena.reused == 2
+
+
+def test_nobody_waits_for_a_lock_that_its_own_thread_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a signal's handler, which may shut down or reduce while its thread allocates."""
+    monkeypatch.setattr("pyhvd.transport.arena._PATIENCE_S", 0.01)
+    pages = Pages()
+    pages.arena.keep_results(HUGE)
+    claim = pages.arena.claim
+    refused: list[str | None] = []
+
+    def interrupted(offset: int, nbytes: int) -> None:
+        claim(offset, nbytes)
+        if not refused:
+            try:
+                _result(pages.arena, 1000)
+            except OSError as exc:
+                refused.append(exc.strerror)
+            now = time.monotonic()
+            assert pages.arena.tidy(now) == now + 1
+            pages.arena.keep_results(0)
+
+    pages.arena.claim = interrupted
+    result = _result(pages.arena, HUGE)
+    assert refused == ["another thread allocates in the arena"]
+    del result
+    assert not pages.claimed
+
+
 def test_arrays_get_the_memory_that_is_kept_for_results() -> None:
     pages = Pages()
     pages.arena.keep_results(PAGES * HUGE)

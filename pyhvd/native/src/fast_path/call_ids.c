@@ -123,13 +123,18 @@ static entry *enter(pyhvd_call_id id) {
 
 /* ---- submission ---- */
 
-/* Return whether a tensor lies in the arena if and only if the ranks have agreed on that. */
+static int is_in_arena(const pyhvd_id_facts *facts, const void *memory) {
+    int64_t at = (int64_t)(intptr_t)memory;
+    return facts->arena_from <= at && at < facts->arena_to;
+}
+
+/* Return whether a tensor and its result lie in the arena if the ranks have agreed on that; in place, only
+ * then. */
 static int suits(const pyhvd_id_facts *facts, const pyhvd_id_tensor *tensor, const void *source,
                  const void *target) {
-    int64_t at = (int64_t)(intptr_t)source;
-    int held = source == target && tensor->may_be_held && facts->arena_from <= at &&
-               at < facts->arena_to;
-    return held == (tensor->layout.in_arena != 0);
+    int held = tensor->may_be_held && is_in_arena(facts, source) && is_in_arena(facts, target);
+    if (source == target) return held == (tensor->layout.in_arena != 0);
+    return held || !tensor->layout.in_arena;
 }
 
 /* Put the call on hold; return whether it is in flight now. */

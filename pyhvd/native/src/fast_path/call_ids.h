@@ -27,7 +27,7 @@
 /* A tensor of a call that has an id, in the user's order. */
 typedef struct {
     uint32_t index;  /* among the call's slots */
-    int may_be_held; /* whether it could lie in the arena: in place, without a prescale factor */
+    int may_be_held; /* whether it could lie in the arena: it has no prescale factor */
     pyhvd_tensor_layout layout;
 } pyhvd_id_tensor;
 
