@@ -62,6 +62,8 @@ class Cluster:
 
     def __init__(self, folder: Path, head: Place) -> None:
         self._folder = folder
+        # If two workers make it at once, mkdirs() of Java fails for one, which then starts no executor.
+        (folder / "local").mkdir(exist_ok=True)
         self._stack = ExitStack()
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
         log = folder / "master.log"
