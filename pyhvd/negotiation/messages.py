@@ -107,7 +107,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     traceback : str
         The traceback of that exception.
     window : bool
-        Whether this rank can reduce the tensor in place in shared memory; ranks may differ.
+        Whether this rank has the tensor, and wants its result, in shared memory; ranks may differ.
     layout : str
         The order of the tensor's dimensions in memory, as in ``"0,2,3,1"``; empty for row-major.
     splits : int
@@ -222,7 +222,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     value : int
         Last joined rank (JOIN) or the new set's id (ADD_PROCESS_SET).
     direct : bool
-        Whether every rank reduces it in place in shared memory.
+        Whether every rank has it, and wants its result, in shared memory.
     version : int
         Number of the response list that gave the slot its present meaning on any rank.
     """

@@ -215,17 +215,18 @@ class Arena:
         """Free what is kept, the size classes first that were used least recently, until more may be kept."""
         for size, kept in sorted(self._kept.items(), key=lambda each: each[1].since):
             while kept.offsets and self.kept + nbytes > self._most_kept:
-                self.kept -= size
-                self._results -= 1
-                self._release(kept.offsets.pop(), size)
+                self._free_kept(kept.offsets.pop(), size)
 
     def _drop(self, until: float) -> None:
         """Free what is kept, of size classes that were last used before a time."""
         for nbytes in [nbytes for nbytes, kept in self._kept.items() if kept.since < until]:
             for offset in self._kept.pop(nbytes).offsets:
-                self.kept -= nbytes
-                self._results -= 1
-                self._release(offset, nbytes)
+                self._free_kept(offset, nbytes)
+
+    def _free_kept(self, offset: int, nbytes: int) -> None:
+        self.kept -= nbytes
+        self._results -= 1
+        self._release(offset, nbytes)
 
     def _release(self, offset: int, nbytes: int) -> None:
         """Free bytes, and release huge pages that hold no array."""

@@ -1,7 +1,8 @@
 /* Calls without a name of ranks on several hosts, in turn slots. Each rank submits the same calls, a few at
- * a time; every third one is grouped. For some of them one rank, or each, has a digest of its own: such a call must be recalled on all
- * ranks, and any other must give its result. Rank 0 has the coordinator's part: it recalls the slot of an
- * unlike call once a rank has got the call back, and delegates the slot once all ranks have. */
+ * a time; every third one is grouped. For some of them one rank, or each, has a digest of its own: such a
+ * call must be recalled on all ranks, and any other must give its result. Rank 0 has the coordinator's part:
+ * it recalls the slot of an unlike call once a rank has got the call back, and delegates the slot once all
+ * ranks have. */
 #include "races.h"
 
 #include <stdlib.h>
