@@ -23,16 +23,6 @@ cdef class FastPathHolder:
         with cython.critical_section(self):
             return self._context
 
-    @property
-    def fast_path(self):
-        """The rank's fast path, or None."""
-        return self.get()
-
-    @fast_path.setter
-    def fast_path(self, FastPath fast_path):
-        with cython.critical_section(self):
-            self._fast_path = fast_path
-
     cdef FastPath get(self):
         with cython.critical_section(self):
             return self._fast_path

@@ -107,7 +107,7 @@ def _main(
     # start() returns None for a call that the fast path does not take.
     set_lookup(*LOOKUP, *[lambda *_: None] * 2)
     slot = ContextHolder()
-    slot.fast_path = here.lane
+    slot.keep(None, here.lane, None)
     with playing_rank(slot):
         _play(here, rank, size, rounds, progress)
 
