@@ -19,7 +19,8 @@ from pyhvd.errors import UnsupportedDtypeError
 class ReduceOp(enum.IntEnum):
     """How to combine the ranks' tensors: element by element, in rank order.
 
-    Only Adasum takes each tensor as a whole, and combines the ranks in a tree.
+    Only Adasum takes each tensor as a whole, and combines the ranks in a tree. BAND, BOR and BXOR are the
+    bitwise and, or, exclusive or, of integers and bool.
     """
 
     AVERAGE = 0
@@ -28,6 +29,9 @@ class ReduceOp(enum.IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
 
 
 class Code(enum.IntEnum):
@@ -52,7 +56,9 @@ class Code(enum.IntEnum):
 
 _ALL_OPS = frozenset((ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT))
 _COMPLEX_OPS = frozenset((ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.PRODUCT))
-_BOOL_OPS = frozenset((ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT))
+BITWISE_OPS = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
+_INTEGER_OPS = _ALL_OPS | BITWISE_OPS
+_BOOL_OPS = frozenset((ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)) | BITWISE_OPS
 _ADASUM_OPS = _ALL_OPS | {ReduceOp.ADASUM}
 
 
@@ -81,19 +87,19 @@ class ReduceSpec:
 
 
 _ROWS = (
-    DtypeInfo(Code.UINT8, "uint8", 1, _ALL_OPS),
-    DtypeInfo(Code.INT8, "int8", 1, _ALL_OPS),
-    DtypeInfo(Code.UINT16, "uint16", 2, _ALL_OPS),
-    DtypeInfo(Code.INT16, "int16", 2, _ALL_OPS),
-    DtypeInfo(Code.INT32, "int32", 4, _ALL_OPS),
-    DtypeInfo(Code.INT64, "int64", 8, _ALL_OPS),
+    DtypeInfo(Code.UINT8, "uint8", 1, _INTEGER_OPS),
+    DtypeInfo(Code.INT8, "int8", 1, _INTEGER_OPS),
+    DtypeInfo(Code.UINT16, "uint16", 2, _INTEGER_OPS),
+    DtypeInfo(Code.INT16, "int16", 2, _INTEGER_OPS),
+    DtypeInfo(Code.INT32, "int32", 4, _INTEGER_OPS),
+    DtypeInfo(Code.INT64, "int64", 8, _INTEGER_OPS),
     DtypeInfo(Code.FLOAT16, "float16", 2, _ADASUM_OPS),
     DtypeInfo(Code.FLOAT32, "float32", 4, _ADASUM_OPS),
     DtypeInfo(Code.FLOAT64, "float64", 8, _ADASUM_OPS),
     DtypeInfo(Code.BOOL, "bool", 1, _BOOL_OPS, scalable=False),
     DtypeInfo(Code.BFLOAT16, "bfloat16", 2, _ADASUM_OPS),
-    DtypeInfo(Code.UINT32, "uint32", 4, _ALL_OPS),
-    DtypeInfo(Code.UINT64, "uint64", 8, _ALL_OPS),
+    DtypeInfo(Code.UINT32, "uint32", 4, _INTEGER_OPS),
+    DtypeInfo(Code.UINT64, "uint64", 8, _INTEGER_OPS),
     DtypeInfo(Code.COMPLEX64, "complex64", 8, _COMPLEX_OPS),
     DtypeInfo(Code.COMPLEX128, "complex128", 16, _COMPLEX_OPS),
 )

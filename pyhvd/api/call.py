@@ -30,7 +30,7 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.devices.base import DeviceView
 from pyhvd.devices.pending import PendingArray, taken
 from pyhvd.devices.streams import mark_ready
-from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.dtypes import BITWISE_OPS, DtypeInfo, ReduceOp
 from pyhvd.engine import context
 from pyhvd.engine.turns import learn
 from pyhvd.errors import (
@@ -406,8 +406,12 @@ class Reduction(msgspec.Struct, frozen=True):
             raise UnsupportedDtypeError(
                 f"op={self.op.name.title()} is not defined for {info.name} (only {supported}){hint}"
             )
-        if not info.scalable and (self.prescale, self.postscale) != (1.0, 1.0):
+        if (self.prescale, self.postscale) == (1.0, 1.0):
+            return
+        if not info.scalable:
             raise UnsupportedDtypeError(f"{info.name} cannot be scaled: leave both factors at 1.0")
+        if self.op in BITWISE_OPS:
+            raise UnsupportedOpError(f"op={self.op.name.title()} takes no factors: leave both at 1.0")
 
 
 def _factor(which: str, value: float) -> float:

@@ -32,6 +32,7 @@ OPS: dict[str, list[ReduceOp]] = {name: sorted(row.ops - {ReduceOp.ADASUM}) for 
 SUMMABLE = [name for name in INFO if ReduceOp.SUM in OPS[name]]
 SCALABLE = [name for name, row in INFO.items() if row.scalable]
 SHAPES: tuple[tuple[int, ...], ...] = ((5,), (3, 4), (), (0,), (2, 0, 3), (1, 7, 2), (33,))
+_BITWISE = {ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor}
 _HALVES = (Code.FLOAT16, Code.BFLOAT16)
 
 
@@ -81,6 +82,8 @@ def _combined(op: ReduceOp, x: Array, y: Array) -> Array:
         return np.minimum(x, y)
     if op is ReduceOp.MAX:
         return np.maximum(x, y)
+    if op in _BITWISE:
+        return np.asarray(_BITWISE[op](x, y))
     if op is not ReduceOp.PRODUCT:
         return np.asarray(x + y)
     if x.dtype.kind == "c":

@@ -326,6 +326,8 @@ def neutral(op: ReduceOp, code: Code) -> Any:
     """Return the op's identity element."""
     if op == ReduceOp.PRODUCT:
         return 1
+    if op == ReduceOp.BAND:
+        return True if code == Code.BOOL else ~np.dtype(dtype_of(code)).type(0)
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return 0
     dtype = np.dtype(dtype_of(code))

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pyhvd.dtypes import BY_CODE, Code, ReduceOp, lookup
+from pyhvd.dtypes import BITWISE_OPS, BY_CODE, Code, ReduceOp, lookup
 
 HOROVOD = "uint8 int8 uint16 int16 int32 int64 float16 float32 float64 bool".split()  # noqa: SIM905
 AVERAGE_TO_MAX = {ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT}
@@ -25,9 +25,9 @@ def test_codes_are_horovods_and_without_gaps() -> None:
     assert [(c.name.lower(), c) for c in Code] == [(BY_CODE[c].name, c) for c in Code]
 
 
-def test_reduce_ops_are_horovods() -> None:
+def test_the_first_reduce_ops_are_horovods() -> None:
     assert {op.name: int(op) for op in ReduceOp} == {
-        "AVERAGE": 0, "SUM": 1, "ADASUM": 2, "MIN": 3, "MAX": 4, "PRODUCT": 5,
+        "AVERAGE": 0, "SUM": 1, "ADASUM": 2, "MIN": 3, "MAX": 4, "PRODUCT": 5, "BAND": 6, "BOR": 7, "BXOR": 8,
     }  # fmt: skip
 
 
@@ -52,11 +52,12 @@ def test_aliases_find_their_row(alias: str) -> None:
 def test_ops_by_kind(code: Code) -> None:
     row = BY_CODE[code]
     if code is Code.BOOL:
-        assert row.ops == {ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT}
+        assert row.ops == {ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT} | BITWISE_OPS
     elif row.name.startswith("complex"):
         assert row.ops == {ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.PRODUCT}
     else:
-        assert row.ops - {ReduceOp.ADASUM} == AVERAGE_TO_MAX
+        bitwise = BITWISE_OPS if "int" in row.name else set()
+        assert row.ops - {ReduceOp.ADASUM} == AVERAGE_TO_MAX | bitwise
     assert row.scalable == (code is not Code.BOOL)
 
 

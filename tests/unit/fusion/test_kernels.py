@@ -24,6 +24,7 @@ Array = np.ndarray[Any, Any]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {code: BF16 if code is Code.BFLOAT16 else np.dtype(BY_CODE[code].name) for code in Code}
+BITWISE = {ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor}
 HALVES = (Code.FLOAT16, Code.BFLOAT16)
 FLOATS = (*HALVES, Code.FLOAT32, Code.FLOAT64)
 COMPLEX = (Code.COMPLEX64, Code.COMPLEX128)
@@ -110,6 +111,9 @@ def combine(op: ReduceOp, x: Array, y: Array) -> Array:
             result = np.minimum(x, y) if lower else np.maximum(x, y)
             return np.where((x == 0) & (y == 0), np.where(zeros, -0.0, 0.0).astype(x.dtype), result)
         return np.minimum(x, y) if op is ReduceOp.MIN else np.maximum(x, y)
+    if op in BITWISE:
+        both: Array = BITWISE[op](x, y)
+        return both
     if op is not ReduceOp.PRODUCT:
         return x + y
     if x.dtype.kind == "c":
@@ -213,13 +217,15 @@ def test_products_are_not_fused_with_sums() -> None:
     assert not reduced(Code.COMPLEX64, ReduceOp.PRODUCT, [array, array]).real.any()
 
 
-@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT], ids=lambda o: o.name)
+@pytest.mark.parametrize("op", sorted(BY_CODE[Code.BOOL].ops), ids=lambda o: o.name)
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_any_nonzero_byte_is_true(op: ReduceOp, p: int) -> None:
     rng = np.random.default_rng(p)
     raw = [(rng.integers(0, 256, 700) * (rng.random(700) < 0.7)).astype(np.uint8) for _ in range(p)]
     truth = np.stack(raw) != 0
-    want = truth.any(axis=0) if op is ReduceOp.MAX else truth.all(axis=0)
+    want = truth.any(axis=0) if op in (ReduceOp.MAX, ReduceOp.BOR) else truth.all(axis=0)
+    if op is ReduceOp.BXOR:
+        want = np.logical_xor.reduce(truth)
     assert np.array_equal(reduced(Code.BOOL, op, raw), want.astype(np.uint8))
 
 

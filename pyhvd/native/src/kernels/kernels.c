@@ -38,6 +38,16 @@ BINARY(product_64, u64, x *y)
 BINARY(product_f32, f32, x *y)
 BINARY(product_f64, f64, x *y)
 
+#define BITWISE(N)                              \
+    BINARY(and_##N, u##N, (uint##N##_t)(x & y)) \
+    BINARY(or_##N, u##N, (uint##N##_t)(x | y))  \
+    BINARY(xor_##N, u##N, (uint##N##_t)(x ^ y))
+
+BITWISE(8)
+BITWISE(16)
+BITWISE(32)
+BITWISE(64)
+
 #define LEAST(F) (x < y ? x : y < x ? y : from_##F(bits_##F(x) | bits_##F(y)))
 #define GREATEST(F, S) \
     (x > y   ? x       \
@@ -51,6 +61,7 @@ BINARY(max_f64, f64, GREATEST(f64, 0x8000000000000000u))
 // cppcheck-suppress bitwiseOnBoolean - && would branch, and not vectorise
 BINARY(and_bool, u8, (uint8_t)((x != 0) & (y != 0)))
 BINARY(or_bool, u8, (uint8_t)((x | y) != 0))
+BINARY(xor_bool, u8, (uint8_t)((x != 0) ^ (y != 0)))
 
 /* out[i] = (a[i] + b[i]) * factor: the last step of an average, in one pass. */
 typedef void sum_scaled_fn(void *out, const void *a, const void *b, size_t n, double factor);
@@ -144,13 +155,15 @@ struct row {
 };
 
 // clang-format off
-#define OPS(SUM, LEAST, GREATEST, PRODUCT) {SUM, SUM, 0, LEAST, GREATEST, PRODUCT}
+#define OPS(SUM, LEAST, GREATEST, PRODUCT, AND, OR, XOR) {SUM, SUM, 0, LEAST, GREATEST, PRODUCT, AND, OR, XOR}
+#define NUMERIC(SUM, LEAST, GREATEST, PRODUCT) OPS(SUM, LEAST, GREATEST, PRODUCT, 0, 0, 0)
 #define INTEGER(N, T, LO, HI) \
-    {OPS(sum_##N, min_##T, max_##T, product_##N), scale_##T, NULL, OPS(0, (uint64_t)(HI), (uint64_t)(LO), 1)}
+    {OPS(sum_##N, min_##T, max_##T, product_##N, and_##N, or_##N, xor_##N), scale_##T, NULL, \
+     OPS(0, (uint64_t)(HI), (uint64_t)(LO), 1, UINT64_MAX, 0, 0)}
 #define FLOAT(F, ZERO, INF, NEGATIVE, ONE) \
-    {OPS(sum_##F, min_##F, max_##F, product_##F), scale_##F, sum_scaled_##F, OPS(ZERO, INF, NEGATIVE, ONE)}
+    {NUMERIC(sum_##F, min_##F, max_##F, product_##F), scale_##F, sum_scaled_##F, NUMERIC(ZERO, INF, NEGATIVE, ONE)}
 #define COMPLEX_ROW(C, ZERO, ONE) \
-    {OPS(sum_##C, NULL, NULL, product_##C), scale_##C, sum_scaled_##C, OPS(ZERO, 0, 0, ONE)}
+    {NUMERIC(sum_##C, NULL, NULL, product_##C), scale_##C, sum_scaled_##C, NUMERIC(ZERO, 0, 0, ONE)}
 // clang-format on
 
 /* The neutral element of a float sum is -0.0: x + -0.0 is x for every x; -0.0 + 0.0 is 0.0. */
@@ -168,7 +181,8 @@ static const struct row ROWS[PYHVD_DTYPES] = {
     [PYHVD_FLOAT32] = FLOAT(f32, 0x80000000u, 0x7f800000u, 0xff800000u, 0x3f800000u),
     [PYHVD_FLOAT64] = FLOAT(f64, 0x8000000000000000u, 0x7ff0000000000000u, 0xfff0000000000000u,
                             0x3ff0000000000000u),
-    [PYHVD_BOOL] = {OPS(NULL, and_bool, or_bool, and_bool), NULL, NULL, OPS(0, 1, 0, 1)},
+    [PYHVD_BOOL] = {OPS(NULL, and_bool, or_bool, and_bool, and_bool, or_bool, xor_bool), NULL, NULL,
+                    OPS(0, 1, 0, 1, 1, 0, 0)},
     [PYHVD_COMPLEX64] = COMPLEX_ROW(c64, 0x80000000u, 0x3f800000u),
     [PYHVD_COMPLEX128] = COMPLEX_ROW(c128, 0x8000000000000000u, 0x3ff0000000000000u),
 };
