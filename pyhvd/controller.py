@@ -25,6 +25,7 @@ from pyhvd.negotiation.delegation import ReadyTable
 from pyhvd.negotiation.leader import Leader
 from pyhvd.negotiation.message_table import MessageTable, Senders, StragglerStats
 from pyhvd.negotiation.messages import (
+    FOUNDING,
     GLOBAL_SET,
     JOIN_NAME,
     PROTOCOL_VERSION,
@@ -141,6 +142,7 @@ class Coordinator:
         self._removed: set[int] = set()  # by the list that is being built: their ids are not free yet
         self._last_joined = -1  # the rank, when all ranks have joined and the next list tells them
         self._sets: dict[int, MessageTable] = {}
+        self._founding: dict[str, MessageTable] = {}  # sets that their members make, by name
         for set_id, ranks in enumerate([_everyone(size), *sets]):
             self._add_set(set_id, ranks, 0)
 
@@ -148,6 +150,20 @@ class Coordinator:
         table = self._sets[set_id] = MessageTable(
             set_id, ranks, self._capacity, version, self._ready_table, self.stragglers
         )
+        return table
+
+    def _founding_of(self, request: Request, senders: Senders) -> MessageTable:
+        """Return the table in which the members of a set agree to make it.
+
+        If they do not agree on who they are, nobody waits for the others.
+        """
+        table = self._founding.get(request.name)
+        if table is None:
+            table = MessageTable(FOUNDING, request.ranks, 0, stragglers=self.stragglers)
+            table.live &= self._sets[GLOBAL_SET].live
+            self._founding[request.name] = table
+        elif request.ranks != table.ranks and not request.error:
+            table.wait_no_longer(senders.ranks)
         return table
 
     def receive(self, message: MergedList, now: float = 0.0) -> None:
@@ -168,7 +184,13 @@ class Coordinator:
                 # A refused join does not count; the rank can call it again.
                 if not request.error:
                     self._join(senders, following, now)
-            elif table := self._table(set_id, message.seen):
+                continue
+            founding = set_id == FOUNDING
+            if (
+                table := self._founding_of(request, senders)
+                if founding
+                else self._table(set_id, message.seen)
+            ):
                 if message.sites:
                     table.sites.note(request.name, senders.ranks, message.sites[index])
                 table.submit(senders, request, following, now)
@@ -177,7 +199,7 @@ class Coordinator:
 
     def _join(self, senders: Senders, following: int, now: float) -> None:
         """Count ranks as ready in each of their sets, until all ranks have joined."""
-        for table in self._sets.values():
+        for table in (*self._sets.values(), *self._founding.values()):
             if ranks := senders.ranks & table.members:
                 table.join(ranks, following, now)
         if not self._sets[GLOBAL_SET].live:
@@ -245,6 +267,11 @@ class Coordinator:
                 cached[set_id] = bits_to_bytes(bits)
             for response in table.take_responses():
                 responses.extend(self._with_sets(response))
+        for name, table in list(self._founding.items()):
+            for response in table.take_responses():
+                responses.extend(self._with_sets(response))
+            if table.is_idle:
+                del self._founding[name]
         if self._last_joined >= 0:  # behind all calls that ranks take part in while they have joined
             responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), value=self._last_joined))
             self._last_joined = -1
@@ -284,9 +311,10 @@ class Coordinator:
         """
         if self._ended:
             return []
+        founding = [(GLOBAL_SET, each) for each in self._founding.values()]
         tensors = [
             Stalled(i, name, since, submitted, missing)
-            for i, each in sorted(self._sets.items())
+            for i, each in [*sorted(self._sets.items()), *founding]
             for name, since, submitted, missing in each.pending(now)
         ]
         return tensors or self._open_join()
@@ -312,7 +340,8 @@ class Coordinator:
             set_id = next(i for i in itertools.count(1) if i not in self._sets and i not in self._removed)
             added = self._add_set(set_id, request.ranks, self._sequence + 1)
             added.live &= self._sets[GLOBAL_SET].live  # a rank may have submitted the addition, then joined
-            return [Response(request, GLOBAL_SET, value=set_id)]
+            founders = request.ranks if response.process_set == FOUNDING else ()
+            return [Response(request, response.process_set, value=set_id, only=founders)]
         if request.type == RequestType.REMOVE_PROCESS_SET:
             removed = self._sets.pop(request.ranks[0], None)
             if removed is None:
@@ -340,6 +369,7 @@ class Worker:
         self.rank = rank
         self.sets: dict[int, tuple[int, ...]] = dict(enumerate([_everyone(size), *sets]))
         self._caches = {i: WorkerCache() for i, ranks in self.sets.items() if rank in ranks}
+        self._caches[FOUNDING] = WorkerCache()
         self._in_flight: dict[tuple[int, str], Request] = {}
         self._removed: list[int] = []
         self._seen = 0

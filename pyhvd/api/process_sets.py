@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from pyhvd.api.call import Call
+from pyhvd.api.call import Call, OwnName
 from pyhvd.api.handles import Handle
 from pyhvd.common.text import describe_ranks, list_members, list_some
 from pyhvd.engine import context
 from pyhvd.engine.context import Ranks, StaticSet
-from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, RequestType
+from pyhvd.negotiation.messages import FOUNDING, GLOBAL_SET, UNNAMED, RequestType
 
 
 def sorted_ranks(ranks: Any, what: str = "a process set") -> list[int]:
@@ -111,6 +111,14 @@ class ProcessSet:
         members = self.ranks
         what = "all ranks" if members is None else describe_ranks(members)
         return f"ProcessSet({state}, {'communicator' if self.mpi_comm is not None else what})"
+
+
+class _FoundedSet(ProcessSet):
+    """A set that its members alone have made, and remove."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(ranks)
+        self.process_set_id = FOUNDING
 
 
 class _GlobalProcessSet(ProcessSet):
@@ -211,6 +219,45 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return new
 
 
+def found_process_set(ranks: Sequence[int], key: str) -> ProcessSet:
+    """Register a process set by its members alone: no other rank takes part, or knows of it.
+
+    Collective over the members. There may be several sets of the same ranks.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        Global ranks, of which this one is one.
+    key : str
+        The same on all members, and another one than that of each set that they make at the same time.
+
+    Returns
+    -------
+    ProcessSet
+        The set, with its id.
+
+    Raises
+    ------
+    ValueError
+        A rank does not exist, or this rank is no member.
+    """
+    active = context.current()
+    new = _FoundedSet(ranks)
+    members = checked_ranks(new.ranks or (), active.topology.size)
+    if active.topology.rank not in members:
+        raise ValueError(f"rank {active.topology.rank} is not a member of {new}, so it cannot make it")
+    with Call(RequestType.ADD_PROCESS_SET, OwnName(f"process_set.{UNNAMED}.{key}"), new) as call:
+        call.add(None, None, ranks=members)
+        handle = call.submit()
+    try:
+        set_id = handle.result()
+    except BaseException:
+        handle.add_done_callback(partial(_register_late, active, new))
+        raise
+    register(active, new, set_id)
+    return new
+
+
 def _register_late(active: context.Context, new: ProcessSet, handle: Handle) -> None:
     """Register a set that the ranks agreed on after the caller was interrupted."""
     if handle.exception() is None:
@@ -218,7 +265,9 @@ def _register_late(active: context.Context, new: ProcessSet, handle: Handle) -> 
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set. Collective over all ranks; pending calls in the set fail.
+    """Remove a process set. Collective over all ranks, or over the members if they alone have made the set.
+
+    Pending calls in the set fail.
 
     Returns
     -------
@@ -236,10 +285,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set_id = process_set.process_set_id
     if process_set is global_process_set or set_id is None:
         return False
-    _check_dynamic(active, "remove_process_set")
+    by_members = isinstance(process_set, _FoundedSet)
+    if not by_members:
+        _check_dynamic(active, "remove_process_set")
     # First of all, because another thread may get this id for a new set.
     process_set.process_set_id = None
-    ranks = active.process_sets.pop(set_id)
+    ranks = active.process_sets[set_id]
+    where: ProcessSet = global_process_set
+    if by_members:
+        where = _FoundedSet(ranks)
+        where.process_set_id = set_id
 
     def restore() -> None:
         if active.runtime.ended is None:
@@ -248,9 +303,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     try:
         with Call(
-            RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix=f"process_set.remove.{UNNAMED}"
+            RequestType.REMOVE_PROCESS_SET, None, where, prefix=f"process_set.remove.{UNNAMED}"
         ) as call:
             call.add(None, None, ranks=(set_id,))
+            active.process_sets.pop(set_id)
             handle = call.submit()
     except BaseException:
         restore()

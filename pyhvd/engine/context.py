@@ -50,7 +50,7 @@ from pyhvd.native.shared_memory import (
     pool_counts,
 )
 from pyhvd.negotiation.message_table import StragglerStats
-from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
+from pyhvd.negotiation.messages import FOUNDING, GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.host_meter import HostMeter
@@ -339,6 +339,8 @@ class Context:
             raise ValueError(f"process_set takes a ProcessSet, not {process_set!r}")
         set_id: int | None = process_set.process_set_id
         ranks = None if set_id is None else self.process_sets.get(set_id)
+        if set_id == FOUNDING:
+            ranks = tuple(process_set.ranks)
         if set_id is None or ranks is None:
             raise ValueError(
                 f"{process_set} has not been registered, or was removed: pass it to init(process_sets=[...])"

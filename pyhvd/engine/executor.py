@@ -164,7 +164,7 @@ class Executor:
     def _count(self, first: Response, entries: Sequence[TensorEntry], ready: int) -> None:
         if not entries:
             return  # this rank has joined, and has no tensor of its own to count
-        lane = WINDOW if isinstance(self.backends[first.process_set], ShmBackend) else MPI
+        lane = WINDOW if isinstance(self.backends.get(first.process_set), ShmBackend) else MPI
         sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
         told = [entry.announced_ns for entry in entries]
         self.meter.agreed(verb(first.request.type), lane, sizes, told, ready)

@@ -43,6 +43,7 @@ from pyhvd.native.shared_memory import FastPath, close_pool, open_pool, tidy_poo
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import (
+    FOUNDING,
     GLOBAL_SET,
     PROTOCOL_VERSION,
     ErrorInfo,
@@ -450,7 +451,7 @@ class Runtime:
 
     def _is_known(self, process_set: int, request: Request) -> bool:
         """Return whether a set still exists; a thread may submit to a set during its removal."""
-        if process_set in self._node.worker.sets:
+        if process_set == FOUNDING or process_set in self._node.worker.sets:
             return True
         if not request.error and (entry := self.queue.pop(process_set, request.name)) is not None:
             text = f"{request.name!r}: process set {process_set} has been removed"

@@ -259,6 +259,11 @@ class MessageTable:
         self._list_number = 0
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no rank has submitted anything that is not answered, and no failure waits for a rank."""
+        return not (self._entries or self._failed.by_key or self._responses)
+
+    @property
     def joined(self) -> int:
         """The members that have joined, as a bit vector."""
         return self.members & ~self.live
@@ -307,6 +312,12 @@ class MessageTable:
                 self._settle(name, entry)
         if self._failed.by_key:
             self._failed.excuse(iter_bits(self.joined))
+
+    def wait_no_longer(self, ranks: int) -> None:
+        """Let only those ranks be members that have submitted something, and these, which are about to."""
+        for entry in self._entries.values():
+            ranks |= entry.ranks
+        self.members = self.live = ranks
 
     def end_join(self) -> None:
         """Wait for every member again, because all ranks of the job have joined."""
@@ -538,7 +549,8 @@ class MessageTable:
         if missing or len(entry.requests) > 1:
             error = check(entry.requests, missing)
             if error is not None:
-                self._fail_with_group(name, FailedCall(self.sites.add_to(error, name), origin=name))
+                failed = FailedCall(self.sites.add_to(error, name), _founders_without(entry), origin=name)
+                self._fail_with_group(name, failed)
                 return
         group = group_of(entry.first)
         if group is None:
@@ -739,3 +751,11 @@ def _discard(groups: dict[Group, set[str]], group: Group | None, name: str) -> N
         groups[group].discard(name)
         if not groups[group]:
             del groups[group]
+
+
+def _founders_without(entry: Entry) -> set[int]:
+    """Return the members of a set to add that have not submitted it: they get the error when they do."""
+    if entry.first.type != RequestType.ADD_PROCESS_SET:
+        return set()
+    named = {rank for request in entry.requests for rank in request.ranks}
+    return named - set(iter_bits(entry.ranks))

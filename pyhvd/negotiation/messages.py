@@ -26,6 +26,8 @@ from pyhvd.errors import InternalError
 
 PROTOCOL_VERSION = 5
 GLOBAL_SET = 0
+FOUNDING = -1
+"""Instead of a set's id, in requests to make a set that its members alone submit, and their responses."""
 
 UNNAMED = "noname"
 """Part of every name that pyhvd makes up; a user's name must not have it between its dots."""

@@ -327,7 +327,7 @@ def neutral(op: ReduceOp, code: Code) -> Any:
     if op == ReduceOp.PRODUCT:
         return 1
     if op == ReduceOp.BAND:
-        return True if code == Code.BOOL else ~np.dtype(dtype_of(code)).type(0)
+        return True if code == Code.BOOL else np.invert(np.zeros((), dtype_of(code)))
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return 0
     dtype = np.dtype(dtype_of(code))
