@@ -380,7 +380,7 @@ class Reduction(msgspec.Struct, frozen=True):
         Raises UnsupportedOpError if the verb does not support the op, and ValueError for invalid arguments.
         """
         chosen = resolve_op(op, average=average)
-        if kind is RequestType.REDUCESCATTER and chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        if kind is RequestType.REDUCESCATTER and chosen is ReduceOp.ADASUM:
             raise UnsupportedOpError(
                 f"reducescatter supports op=Average and op=Sum, not {chosen.name.title()}"
             )

@@ -76,6 +76,8 @@ class CombinedHandle(Handle):
 
         for part in self._parts:
             part.add_done_callback(count)
+        if not self._parts:
+            callback(self)
 
     def flush(self) -> None:
         for part in self._parts:

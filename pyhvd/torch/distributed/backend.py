@@ -1,0 +1,82 @@
+"""Makes the groups of torch.distributed's backend "pyhvd", and tells torch of it.
+
+The first group starts pyhvd, and so MPI, if the program has not. Each group is a process set that its members
+alone make. Its key is torch's name of the group, with a number that counts how often the program has called
+``init_process_group``: torch begins to count groups anew after ``destroy_process_group``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from pyhvd.api.lifecycle import init
+from pyhvd.api.process_sets import found_process_set
+from pyhvd.engine import context
+from pyhvd.engine.context import Context
+from pyhvd.errors import TransportError
+from pyhvd.torch.distributed.point_to_point import PointToPoint
+from pyhvd.torch.distributed.process_group import ProcessGroup
+
+NAME = "pyhvd"
+
+_lives = 0  # how many default groups there have been
+_sends: tuple[Context, PointToPoint] | None = None
+
+
+def register() -> None:
+    """Make torch.distributed know the backend; does nothing the second time."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def create(options: Any, _: Any = None) -> ProcessGroup:
+    """Make a group; torch calls it on its members.
+
+    Parameters
+    ----------
+    options : torch.distributed._DistributedBackendOptions
+        torch's description of the group.
+
+    Raises
+    ------
+    TransportError
+        MPI has found other ranks than torch.
+    """
+    global _lives
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:  # of the default group
+        _lives += 1
+    active = _start(options, whole=not ranks)
+    ranks = ranks or list(range(options.group_size))
+    process_set = found_process_set(ranks, f"{_lives}.{options.group_id}")
+    return ProcessGroup(
+        options.group_rank,
+        options.group_size,
+        process_set,
+        options.timeout,
+        _point_to_point(active),
+        options.group_id,
+    )
+
+
+def _start(options: Any, *, whole: bool) -> Context:
+    """Start pyhvd if it is not up; raise TransportError if its ranks are not torch's."""
+    init()
+    active = context.current()
+    place = active.topology
+    if whole and (place.rank, place.size) != (options.group_rank, options.group_size):
+        raise TransportError(
+            f"torch says that this is rank {options.group_rank} of {options.group_size}, but MPI that it is"
+            f" rank {place.rank} of {place.size}: start the program by one launcher"
+        )
+    return active
+
+
+def _point_to_point(active: Context) -> PointToPoint:
+    """Return what sends and receives; all ranks make the default group, and with it this."""
+    global _sends
+    if _sends is None or _sends[0] is not active:
+        _sends = active, PointToPoint(active)
+    return _sends[1]

@@ -1,0 +1,163 @@
+"""Sends and receives of torch.distributed, by MPI, on a communicator of their own.
+
+The tag of a message has the id of the group's process set in its upper bits, and the user's tag below. So
+groups never take each other's messages, and one communicator serves all.
+
+MPI makes progress only inside its functions, and a blocking one would keep a core busy and would not see that
+another rank has ended. So a thread that waits tests its request, and sleeps ever longer between two tests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pyhvd.engine.context import Context
+from pyhvd.torch.distributed.errors import CollectiveError
+from pyhvd.torch.distributed.work import Work
+
+_GROUP_BITS = 12
+_SPIN_SECONDS = 20e-6
+_LONGEST_NAP = 1e-3
+
+
+class PointToPoint:
+    """The communicator of all sends and receives; made by all ranks together.
+
+    Parameters
+    ----------
+    context : Context
+        Of this rank: tells that the job has failed.
+    """
+
+    def __init__(self, context: Context) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._context = MPI, context
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._tag_bits = (int(self._comm.Get_attr(MPI.TAG_UB)) >> _GROUP_BITS).bit_length()
+
+    def send(self, memory: Any, rank: int, set_id: int, tag: int) -> Request:
+        """Start to send contiguous memory to a rank of the job."""
+        made = self._comm.Isend(self._buffer(memory), rank, self._tag(set_id, tag))
+        return Request(made, f"send to rank {rank} with tag {tag}", rank, self._context)
+
+    def receive(self, memory: Any, rank: int | None, set_id: int, tag: int) -> Request:
+        """Start to receive into contiguous memory; None is any rank."""
+        source = self._mpi.ANY_SOURCE if rank is None else rank
+        made = self._comm.Irecv(self._buffer(memory), source, self._tag(set_id, tag))
+        who = "any rank" if rank is None else f"rank {rank}"
+        return Request(made, f"receive from {who} with tag {tag}", rank, self._context)
+
+    def _tag(self, set_id: int, tag: int) -> int:
+        if not 0 <= tag < 1 << self._tag_bits or set_id >= 1 << _GROUP_BITS:
+            raise ValueError(
+                f"tag {tag} in a group with id {set_id}: this MPI has room for tags below"
+                f" {1 << self._tag_bits}, and for group ids below {1 << _GROUP_BITS}"
+            )
+        return set_id << self._tag_bits | tag
+
+    def _buffer(self, memory: Any) -> Any:
+        nbytes = memory.numel() * memory.element_size()
+        return [self._mpi.memory.fromaddress(memory.data_ptr(), nbytes), self._mpi.BYTE]
+
+
+class Request:
+    """One send or receive, as a :class:`Work` takes it.
+
+    Parameters
+    ----------
+    request : MPI.Request
+        MPI's.
+    name : str
+        What it does, for errors.
+    peer : int or None
+        The other rank; None if that is not known.
+    context : Context
+        Tells that the job has failed.
+    """
+
+    def __init__(self, request: Any, name: str, peer: int | None, context: Context) -> None:
+        self.name = name
+        self.source = peer
+        self._request, self._context = request, context
+        self._lock = threading.Lock()  # MPI allows one thread at a time to test a request
+        self._ended = False
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return whether it has ended; makes progress."""
+        if self._ended:
+            return True
+        with self._lock:
+            if not self._ended:
+                self._test()
+        return self._ended
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait; return False after ``timeout`` s."""
+        began = time.monotonic()
+        nap = 0.0
+        while not self.done():
+            now = time.monotonic()
+            if timeout is not None and now - began >= timeout:
+                return False
+            if now - began > _SPIN_SECONDS:
+                nap = min(nap + 20e-6, _LONGEST_NAP)
+            time.sleep(nap)
+        return True
+
+    def result(self) -> None:
+        """Wait; raise the error that it ended with."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+
+    def exception(self) -> BaseException | None:
+        """Wait; return the error that it ended with."""
+        self.wait()
+        return self._error
+
+    def flush(self) -> None:
+        """Do nothing: it has been started."""
+
+    def add_done_callback(self, callback: Callable[[Request], None]) -> None:
+        """Call ``callback(request)`` at the end, on a thread of its own."""
+
+        def wait() -> None:
+            self.wait()
+            callback(self)
+
+        threading.Thread(target=wait, name="pyhvd-receive", daemon=True).start()
+
+    def _test(self) -> None:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        try:
+            self._ended = self._request.Test(status)
+        except MPI.Exception as exc:
+            self._error = CollectiveError(f"{self.name}: {exc}")
+            self._ended = True
+            return
+        if self._ended:
+            self.source = status.Get_source()
+        elif (failure := self._context.runtime.ended) is not None:
+            self._error = CollectiveError.of(failure)
+            self._ended = True
+
+
+class ReceiveWork(Work):
+    """The promise of a received tensor, which knows its sender."""
+
+    request: Request
+    ranks: list[int]
+
+    def source_rank(self) -> int:
+        """Return the sender's rank in the group."""
+        self.wait()
+        assert self.request.source is not None
+        return self.ranks.index(self.request.source)
