@@ -29,6 +29,7 @@ from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     JOIN_NAME,
     PROTOCOL_VERSION,
+    Aside,
     ErrorInfo,
     ErrorKind,
     MergedList,
@@ -39,9 +40,6 @@ from pyhvd.negotiation.messages import (
     RequestType,
     Response,
     ResponseList,
-    StackReport,
-    StackRequest,
-    StillInRound,
     StillWaiting,
     TimelineOrder,
     Tuning,
@@ -525,7 +523,7 @@ class Node:
     coordinator: Coordinator | None
     send: Callable[[int, bytes], Sending]
     announce: Callable[[int, int], bool]
-    take_aside: Callable[[int, StackRequest | StackReport | StillInRound, float], object]
+    take_aside: Callable[[int, Aside, float], object]
     hooks: RequestHooks | None = None
     held: ResponseList | None = None
     _lists: deque[tuple[ResponseList, list[Sending], float]] = field(default_factory=deque)

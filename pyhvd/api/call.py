@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
-from types import CodeType, FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,6 +39,7 @@ from pyhvd.errors import (
     UnsupportedOpError,
     UnsupportedShapeError,
 )
+from pyhvd.native.shared_memory import find_site
 from pyhvd.negotiation.messages import UNNAMED, Request, RequestType, member_name, verb
 from pyhvd.queue import TensorEntry
 
@@ -50,7 +50,6 @@ Completion = Callable[[Any, BaseException | None], None]
 
 # Errors of arguments, which Horovod finds in the collective itself.
 _REFUSALS = (UnsupportedOpError, UnsupportedShapeError)
-_OWN_FILES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 class OwnName(str):
@@ -181,7 +180,7 @@ class Call:
                 self.set_id, self._request(self.name, error="its list of tensors is empty")
             )
             return handle
-        site = calling_site()
+        site = find_site()
         for index, entry in enumerate(entries):
             entry.done, entry.site = partial(handle.complete, index), site
         if self._is_unnamed and (path := self.context.fast_path) is not None:
@@ -235,17 +234,6 @@ class refusing:  # noqa: N801 - it reads as a function
         if isinstance(exc, Exception):
             with Call(*self._call, grouped=self._grouped):
                 raise exc
-
-
-def calling_site() -> tuple[CodeType, int] | None:
-    """Return the user's code object that called pyhvd, and the offset of the call in it.
-
-    This is cheap. :meth:`pyhvd.queue.TensorQueue.site_of` looks up the line and makes the text, if needed.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def _not_submitted(result: Any, error: BaseException | None) -> None:

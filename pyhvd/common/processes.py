@@ -51,6 +51,11 @@ def here() -> ProcessPlace:
     return ProcessPlace(socket.gethostname(), os.getpid(), node_of("pid"))
 
 
+def has_ended(place: ProcessPlace, seen_from: ProcessPlace) -> bool:
+    """Return whether a process has ended, as far as that is seen from another one; takes microseconds."""
+    return bool(place.node) and place.node == seen_from.node and _letters(place.pid) <= {"Z", "X"}
+
+
 def state_of(place: ProcessPlace, seen_from: ProcessPlace) -> ProcessState:
     """Return the state of a process; UNKNOWN if it is on another host, or in another container.
 
@@ -59,7 +64,7 @@ def state_of(place: ProcessPlace, seen_from: ProcessPlace) -> ProcessState:
     if not place.node or place.node != seen_from.node:
         return ProcessState.UNKNOWN
     letters = _letters(place.pid)
-    if not letters or letters <= {"Z", "X"}:
+    if letters <= {"Z", "X"}:
         return ProcessState.GONE
     if "R" in letters and not letters & {"T", "t"} and _computes(place.pid):
         return ProcessState.RUNNING

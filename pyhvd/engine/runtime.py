@@ -13,9 +13,11 @@ possible, and does not free communicators.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -46,6 +48,7 @@ from pyhvd.negotiation.messages import (
     FOUNDING,
     GLOBAL_SET,
     PROTOCOL_VERSION,
+    Aside,
     ErrorInfo,
     ErrorKind,
     Request,
@@ -57,6 +60,8 @@ from pyhvd.negotiation.messages import (
     StillWaiting,
     TimelineOrder,
     Tuning,
+    WaitAnswer,
+    WaitQuestion,
 )
 from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
@@ -136,7 +141,7 @@ class Runtime:
         parts: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config
-        self._tuner, self._where = parts.tuner, parts.where
+        self._tuner, self.where = parts.tuner, parts.where
         self._hooks, self._recorder = parts.hooks, parts.recorder
         self._surroundings, self._arena = parts.surroundings, parts.arena
         rank, size, fast_path = control.rank, control.size, parts.fast_path
@@ -148,9 +153,9 @@ class Runtime:
         coordinator = None if rank else Coordinator(size, config.cache_capacity, sets, fast_path)
         self.meter = parts.make_meter(None if coordinator is None else coordinator.stragglers)
         self._hangs = make_reporter(
-            config, self._where, control.send, coordinator, self.meter, unannounced=fast_path is not None
+            config, self.where, self._send_aside, coordinator, self.meter, unannounced=fast_path is not None
         )
-        self._rounds = None if coordinator is None else RoundKeeper(coordinator, self._where, control.send)
+        self._rounds = None if coordinator is None else RoundKeeper(coordinator, self.where, control.send)
         self._node = Node(
             control.tree, worker, coordinator, control.send,
             self._announce, self._take_aside, self._hooks,
@@ -160,7 +165,7 @@ class Runtime:
             fabric = backends[GLOBAL_SET].fabric
             self._fast_path = FastPathAdapter(fast_path, parts.arena, fabric, worker, self.queue, self.meter)
         self._executor = Executor(
-            self._where, self.queue, backends, worker.sets, make_backend, self.meter, self._fast_path,
+            self.where, self.queue, backends, worker.sets, make_backend, self.meter, self._fast_path,
             self._hooks, config,
         )  # fmt: skip
         self._recorder.members = worker.sets
@@ -169,7 +174,10 @@ class Runtime:
         # Any thread writes it before wake(); the runtime's thread reads it after it has woken.
         self._stop: ErrorInfo | None = None
         # Any thread appends before wake(); the runtime's thread takes them after it has woken.
-        self._to_tell: deque[StillInRound | StackRequest] = deque()
+        self._to_tell: deque[StillInRound | StackRequest | WaitQuestion] = deque()
+        # Any thread adds a queue for the answer to its question; the runtime's thread takes it away.
+        self._questions: dict[int, queue.SimpleQueue[str]] = {}
+        self._question_numbers = itertools.count(1)
         # The watchdog clears it, and asks; the runtime's thread sets it when rank 0 answers, and at its end.
         self._answered = threading.Event()
         self._stop_sent = self._recalls_due = self._knows_capacity = False
@@ -178,8 +186,8 @@ class Runtime:
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
         self._probe = ProgressProbe(
-            self._where, self.queue, self._executor, self._fast_path, self._recorder, self._rank_0_answers,
-            HostClaim(f"pyhvd-watch-{self._where.job}"),
+            self.where, self.queue, self._executor, self._fast_path, self._recorder, self._rank_0_answers,
+            HostClaim(f"pyhvd-watch-{self.where.job}"),
         )  # fmt: skip
         self._watch = make_watch(config, rank, self._probe, self._give_up)
         self.ended: HorovodInternalError | None = None
@@ -369,17 +377,25 @@ class Runtime:
         if self._fast_path is not None and self._fast_path.across:
             self._recalls_due = not self._fast_path.path.announce(0, 0)
 
-    def _take_aside(
-        self, source: int, message: StackRequest | StackReport | StillInRound, now: float
-    ) -> None:
-        if not isinstance(message, StillInRound):
-            take_aside(message, source, self._where, self._hangs, self._control.send)
-        elif self._rounds is not None:
+    def _take_aside(self, source: int, message: Aside, now: float) -> None:
+        if isinstance(message, WaitAnswer):
+            if (asked := self._questions.pop(message.number, None)) is not None:
+                asked.put(message.text)
+        elif isinstance(message, StackRequest | StackReport | WaitQuestion):
+            take_aside(message, source, self.where, self._hangs, self._send_aside, now)
+        elif isinstance(message, StillInRound) and self._rounds is not None:
             self._rounds.hear(message, now)
         if isinstance(message, StackReport) and self._rounds is not None:
             self._rounds.take(source, message, now)
         elif isinstance(message, StackReport):
             self._answered.set()
+
+    def _send_aside(self, rank: int, payload: bytes) -> None:
+        """Send an out-of-band message to a rank, or take it here if it is for this one."""
+        if rank == self._control.rank:
+            self._node.take(rank, payload, time.monotonic())
+        else:
+            self._control.send(rank, payload)
 
     def _next_list(self) -> ResponseList | None:
         """Return the next response list if its turn has come."""
@@ -509,6 +525,25 @@ class Runtime:
         if error is not None:
             self._node.stop(error, now)
         return look
+
+    # -- for a thread that gives up waiting ----------------------------------------------------------------
+
+    def explain_wait(self, seconds: float, waits_in: str = "", missing: Sequence[int] = ()) -> str:
+        """Return what waits for which ranks, and where they stand; of a thread that has waited so long.
+
+        Rank 0 knows it, except for a wait that is no collective: ``waits_in`` and ``missing`` describe that.
+        If it does not answer, the text tells which processes are stopped or have ended.
+        """
+        number = next(self._question_numbers)
+        answer: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._questions[number] = answer
+        self._to_tell.append(WaitQuestion(PROTOCOL_VERSION, number, waits_in, seconds, [*missing]))
+        self._control.wake()
+        try:
+            text = answer.get(timeout=2 * ANSWER_SECONDS)
+        except queue.Empty:
+            text = ""
+        return text or self._probe.explain(seconds)
 
     # -- for the watchdog -------------------------------------------------------------------------------
 

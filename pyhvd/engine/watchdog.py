@@ -251,6 +251,10 @@ class ProgressProbe:
         """Return the error of a rank without progress for ``passed`` s."""
         return error_of_stall(self._with_states(self._snapshot(passed)), self.where.places)
 
+    def explain(self, passed: float) -> str:
+        """Return what this rank alone knows of its wait of ``passed`` s."""
+        return describe_stall(self._with_states(self._snapshot(passed)), self.where.places)
+
     def late_end(self, passed: float) -> str:
         """Return the text about a shutdown that has not ended for ``passed`` s."""
         return describe_late_end(self._with_states(self._snapshot(passed)), self.where.places)

@@ -335,6 +335,22 @@ cdef class CachedCall:
                 return False
         return True
 
+    cdef bint can_take(self, object tensor, int64_t* addresses) except -1:
+        """Return whether a tensor can take the result of a call of one; if so, store its address as second."""
+        cdef TensorType kind = <TensorType>_tensor_types.get(type(tensor))
+        cdef int64_t source = addresses[0]
+        cdef int64_t own = 0
+        cdef int64_t nbytes = self.first.length() * <int64_t>pyhvd_itemsize(self.first.code)
+        if kind is None or self.first.in_arena or not kind.can_take(self.first, <PyObject*>tensor, &addresses[1]):
+            return False
+        if source >= addresses[1] + <int64_t>self.first.result_bytes or addresses[1] >= source + nbytes:
+            return True
+        # In an allgather this rank's part may lie where it goes: nobody writes there.
+        if self.first.verb == ALLGATHER and self.first.plan.move is not None:
+            own = <int64_t>self.first.move.own_to
+            return source == addresses[1] + own
+        return False
+
     cdef object empty_like(self, Py_ssize_t k, PyObject* tensor, int64_t* address):
         """Return new memory for the k-th result, in the tensor's library, and store its address.
 

@@ -54,6 +54,7 @@ cpdef enum:
     WAITS = 4
     SCATTERS = 8
     PAIRS = 16
+    PLACED = 32
 
 
 def set_lookup(
@@ -90,8 +91,9 @@ def start(int form, tensors, average, name, op, prescale, postscale, process_set
     ----------
     form : int
         Flags: GROUPED if ``tensors`` is a list, IN_PLACE if the results go into the tensors, SCATTERS for a
-        reducescatter, and WAITS if the caller waits at once. A caller that waits flushes and makes progress
-        itself, so no thread is woken.
+        reducescatter, WAITS if the caller waits at once: it flushes and makes progress itself, so no thread is
+        woken. PLACED if ``tensors`` is a pair: a tensor, and one that may take the result. The call's result is
+        that one if it has taken it.
     tensors, average, name, op, prescale, postscale, process_set
         The user's arguments.
 
@@ -112,6 +114,8 @@ def start(int form, tensors, average, name, op, prescale, postscale, process_set
     if call is not None and call.first.same_terms(op, prescale, postscale):
         handle = submit_cached(call, tensors, form)
     if handle is None:
+        if form & PLACED:
+            tensors = tensors[0]
         return _reduce_by_message(form, tensors, average, name, op, prescale, postscale, process_set)
     return handle
 
@@ -146,6 +150,8 @@ cpdef object start_move(int verb, int form, tensors, term, name, process_set):
     if call is not None and call.first.same_term(term):
         handle = submit_cached(call, tensors, form)
     if handle is None:
+        if form & PLACED:
+            tensors = tensors[0]
         return _move_by_message(verb, form, tensors, term, name, process_set)
     return handle
 
@@ -203,20 +209,25 @@ cdef Handle submit_cached(CachedCall call, object tensors, int form):
 
 
 cdef Handle submit_one(CachedCall call, object tensor, int form):
-    cdef object target = tensor
+    cdef object target = None
     cdef bint inplace = form & IN_PLACE
     cdef int64_t[2] addresses
+    if form & PLACED:
+        tensor, target = tensor
     if not call.suits(0, <PyObject*>tensor, inplace, &addresses[0]):
         return None
     addresses[1] = addresses[0]
     if not inplace:
-        target = call.empty_like(0, <PyObject*>tensor, &addresses[1])
+        if target is None or not call.can_take(target, addresses):
+            target = call.empty_like(0, <PyObject*>tensor, &addresses[1])
         if target is None:
             return None
         if call.first.is_sized():
             target = call.first.with_rows(target, form & PAIRS)
-    elif not PyArray_CheckExact(<PyObject*>tensor):
-        (<TensorType>_tensor_types[type(tensor)]).note_changes([tensor])
+    else:
+        target = tensor
+        if not PyArray_CheckExact(<PyObject*>tensor):
+            (<TensorType>_tensor_types[type(tensor)]).note_changes([tensor])
     return call.hold(tensor, target, addresses, form)
 
 

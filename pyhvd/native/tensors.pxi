@@ -147,6 +147,26 @@ cdef class TensorType:
         address[0] = <int64_t>seen.data + <int64_t>seen.byte_offset
         return True
 
+    cdef bint can_take(self, CachedTensor cached, PyObject* tensor, int64_t* address) except -1:
+        """Return whether a tensor can take the cached one's result; if so, store its address."""
+        cdef DLTensor seen
+        cdef int64_t[32] shape
+        cdef int64_t[32] strides
+        cdef int64_t step = 1
+        cdef int d
+        if not self.look(tensor, &seen, shape, strides) or seen.ndim != cached.ndim or cached.layout:
+            return False
+        if seen.dtype.code != DL_TYPES[cached.code][0] or seen.dtype.bits != DL_TYPES[cached.code][1]:
+            return False
+        for d in reversed(range(seen.ndim)):
+            if seen.shape[d] != cached.result_dims[d] or (seen.strides[d] != step and seen.shape[d] > 1):
+                return False
+            step *= seen.shape[d]
+        if step <= 1 or seen.data == NULL:  # a single element may be negated
+            return False
+        address[0] = <int64_t>seen.data + <int64_t>seen.byte_offset
+        return True
+
     cdef object empty_like(self, CachedTensor cached, PyObject* tensor, int64_t* address):
         """Return a new tensor, and store its address; return None if it must be made elsewhere."""
         cdef DLTensor like

@@ -24,7 +24,7 @@ from pyhvd.common.stacks import ThreadStack
 from pyhvd.dtypes import BY_CODE, INTEGERS, ReduceOp, ReduceSpec
 from pyhvd.errors import InternalError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 GLOBAL_SET = 0
 FOUNDING = -1
 """Instead of a set's id, in requests to make a set that its members alone submit, and their responses."""
@@ -422,7 +422,36 @@ class StillInRound(Versioned, frozen=True, array_like=False, tag=4):
     prefix: str
 
 
-OutOfBand = StackRequest | StackReport | StillWaiting | StillInRound
+class WaitQuestion(Versioned, frozen=True, array_like=False, tag=5):
+    """To rank 0: tell, under this number, what waits for which ranks, and where those stand.
+
+    Attributes
+    ----------
+    waits_in : str
+        What the asking rank waits in, if the coordinator does not know of that; empty: nothing such.
+    seconds : float
+        For how long.
+    missing : list of int
+        The ranks that it waits for.
+    """
+
+    number: int
+    waits_in: str = ""
+    seconds: float = 0.0
+    missing: list[int] = []
+
+
+class WaitAnswer(Versioned, frozen=True, array_like=False, tag=6):
+    """The answer to a :class:`WaitQuestion`; its text is empty if nothing waits, or the stall check is off."""
+
+    number: int
+    text: str
+
+
+Aside = StackRequest | StackReport | StillInRound | WaitQuestion | WaitAnswer
+"""Out-of-band messages that do not concern the coordinator."""
+
+OutOfBand = Aside | StillWaiting
 """Messages that pass beside the lists, and have no place in their order: maps, while the lists are arrays."""
 
 _ARRAY = 0x90

@@ -12,14 +12,24 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pyhvd.common.processes import ProcessPlace, ProcessState, state_of
+from pyhvd.common.processes import ProcessPlace, ProcessState, has_ended, state_of
 from pyhvd.common.stacks import user_stacks, waits_inside
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Stalled
-from pyhvd.negotiation.messages import PROTOCOL_VERSION, ErrorInfo, StackReport, StackRequest, encode
+from pyhvd.negotiation.messages import (
+    GLOBAL_SET,
+    PROTOCOL_VERSION,
+    ErrorInfo,
+    StackReport,
+    StackRequest,
+    WaitAnswer,
+    WaitQuestion,
+    bits_of,
+    encode,
+)
 from pyhvd.observe.hang_report import error_of, warning_of
 from pyhvd.observe.metrics import Meter
-from pyhvd.observe.stall_inspector import Answer, Inquiry, StallInspector
+from pyhvd.observe.stall_inspector import Answer, Inquiry, Stall, StallInspector
 
 _log = logging.getLogger("pyhvd")
 
@@ -57,6 +67,11 @@ class RankLocations:
     def states(self, ranks: Iterable[int]) -> dict[int, ProcessState]:
         """Return what the processes of some ranks do, as far as that is seen from here."""
         return {rank: state_of(self.places[rank], self.places[self.rank]) for rank in ranks}
+
+    def describe_ended(self, rank: int) -> str:
+        """Return the text about a rank whose process has ended, if that is seen from here; else empty."""
+        place = self.places[rank]
+        return f"rank {rank} on {place} has ended" if has_ended(place, self.places[self.rank]) else ""
 
     def report(self, number: int) -> StackReport:
         """Return where this rank's threads stand."""
@@ -99,6 +114,9 @@ class HangReporter:
     _inquiry: Inquiry | None = field(default=None, init=False)
     _number: int = field(default=0, init=False)
     _resumed: float = field(default=0.0, init=False)
+    _askers: list[tuple[int, int]] = field(default_factory=list, init=False)
+    _asked_for: list[Stalled] = field(default_factory=list, init=False)  # what only the askers know of
+    _told: list[tuple[int, int]] = field(default_factory=list, init=False)  # by the open inquiry
 
     def resumed(self, now: float) -> None:
         """Note that rank 0's thread woke up much too late, at ``now`` (s): the job was suspended.
@@ -111,10 +129,15 @@ class HangReporter:
         """Do what is due; return when to call again (inf: after a message), and what ends the job."""
         if self._inquiry is None:
             pending = self._waiting(now)
-            finding = self.inspector.look(pending, now)
+            if self._askers:
+                self._told, self._askers = self._askers, []
+                finding = self._all_of(pending, now)
+            else:
+                finding = self.inspector.look(pending, now)
             self.count(self.inspector.overdue(pending, now), 0)
             self.due = self.inspector.next_look
             if finding is None:
+                self._tell("")
                 # A tensor that starts to wait is announced by a message, or has to be looked for.
                 return (self.due if pending or self.inspector.unannounced else math.inf), None
             self._ask(Inquiry(self._number, finding, self.inspector.answers_until(finding, now)))
@@ -125,14 +148,30 @@ class HangReporter:
         self.due = self.inspector.next_look if self._inquiry is None else self._inquiry.until
         return self.due, None
 
+    def ask(self, rank: int, request: WaitQuestion, now: float) -> None:
+        """Let a rank be told of all that waits now, at ``now`` (s)."""
+        self._askers.append((rank, request.number))
+        if request.waits_in:
+            submitted, missing = 1 << rank, bits_of(request.missing)
+            since = now - request.seconds
+            self._asked_for.append(Stalled(GLOBAL_SET, request.waits_in, since, submitted, missing))
+        self.due = 0.0
+
     def take(self, rank: int, report: StackReport) -> None:
         """Take a rank's answer."""
         if self._inquiry is not None:
             self._inquiry.take(rank, report)
             self.due = 0.0
 
+    def _all_of(self, pending: Sequence[Stalled], now: float) -> Stall | None:
+        """Return a finding of all that waits, for a rank that has asked."""
+        if not pending:
+            return None
+        waited = now - min(each.since for each in pending)
+        return Stall(tuple(pending), tuple(pending), math.floor(waited), ends_job=False)
+
     def _waiting(self, now: float) -> list[Stalled]:
-        pending = self.pending(now)
+        pending = [*self.pending(now), *self._asked_for]
         if self._resumed:
             pending = [replace(each, since=max(each.since, self._resumed)) for each in pending]
         return pending
@@ -154,6 +193,7 @@ class HangReporter:
         self._inquiry = None
         finding = inquiry.finding.still(self._waiting(now))
         if finding is None:
+            self._tell("")
             return None
         places = self.where.places
         # A rank that has submitted meanwhile lacks nothing any more.
@@ -164,21 +204,37 @@ class HangReporter:
         answers = {rank: known[rank] for rank in asked}
         if finding.ends_job:
             return error_of(finding, answers, places, now)
-        self.warn(warning_of(finding, answers, places, now))
+        text = warning_of(finding, answers, places, now)
+        if self._told:
+            self._tell(text)
+            return None
+        self.warn(text)
         self.count(len(finding.stalled), 1)
         return None
 
+    def _tell(self, text: str) -> None:
+        """Answer the ranks that have asked for the report that is made."""
+        for rank, number in self._told:
+            self.send(rank, encode(WaitAnswer(PROTOCOL_VERSION, number, text)))
+        self._told, self._asked_for = [], []
+
 
 def take_aside(
-    message: StackRequest | StackReport,
+    message: StackRequest | StackReport | WaitQuestion,
     source: int,
     where: RankLocations,
     reporter: HangReporter | None,
     send: Send,
+    now: float = 0.0,
 ) -> None:
     """Answer a question, or take an answer."""
     if isinstance(message, StackRequest):
         send(source, encode(where.report(message.number)))
+    elif isinstance(message, WaitQuestion):
+        if reporter is None:
+            send(source, encode(WaitAnswer(PROTOCOL_VERSION, message.number, "")))
+        else:
+            reporter.ask(source, message, now)
     elif reporter is not None:
         reporter.take(source, message)
 

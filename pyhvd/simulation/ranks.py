@@ -16,14 +16,12 @@ from pyhvd.controller import Coordinator, Node, Worker
 from pyhvd.negotiation.fusion import plan, response_bytes
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
+    Aside,
     ErrorInfo,
     Request,
     RequestType,
     Response,
     ResponseList,
-    StackReport,
-    StackRequest,
-    StillInRound,
     iter_bits,
 )
 from pyhvd.simulation.agreement import MARK_S
@@ -192,7 +190,7 @@ class SimulatedRank:
         self.process.spend(self._world.network.message_cpu)
         self.node.take(source, payload, self.process.now)
 
-    def _take_aside(self, source: int, message: StackRequest | StackReport | StillInRound, _: float) -> None:
+    def _take_aside(self, source: int, message: Aside, _: float) -> None:
         stalls = self._world.ranks[0].stalls
         if stalls is not None and not self.error:
             stalls.take(source, self, message)

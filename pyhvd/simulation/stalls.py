@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.common.stacks import Frame, ThreadStack
-from pyhvd.negotiation.messages import PROTOCOL_VERSION, StackReport, StackRequest, StillInRound
+from pyhvd.negotiation.messages import PROTOCOL_VERSION, Aside, StackReport
 from pyhvd.observe.hang_reporter import HangReporter, RankLocations, take_aside
 from pyhvd.observe.stall_inspector import StallInspector
 
@@ -114,11 +114,9 @@ class Stalls:
     def _count(self, begun: float) -> None:
         self.longest = max(self.longest, time.thread_time() - begun)
 
-    def take(
-        self, source: int, rank: SimulatedRank, message: StackRequest | StackReport | StillInRound
-    ) -> None:
+    def take(self, source: int, rank: SimulatedRank, message: Aside) -> None:
         """Let a rank's background thread answer, or take an answer."""
-        assert not isinstance(message, StillInRound), message
+        assert isinstance(message, StackRequest | StackReport), message
         begun = time.thread_time()
         reporter = None if rank.rank else self._reporter
         take_aside(message, source, self._where[rank.rank], reporter, rank.send)

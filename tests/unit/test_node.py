@@ -12,6 +12,7 @@ from pyhvd.controller import LAST_LIST_SECONDS, Coordinator, Node, Worker
 from pyhvd.negotiation.leader import PATIENCE
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
+    Aside,
     ErrorInfo,
     ErrorKind,
     MergedList,
@@ -19,7 +20,6 @@ from pyhvd.negotiation.messages import (
     Request,
     RequestList,
     ResponseList,
-    StackReport,
     StackRequest,
     StillInRound,
     StillWaiting,
@@ -105,7 +105,7 @@ class Harness:
             assert self.coordinator is not None
         return not self.full
 
-    def take_aside(self, source: int, message: StackRequest | StackReport | StillInRound, now: float) -> None:
+    def take_aside(self, source: int, message: Aside, now: float) -> None:
         """Record an out-of-band message."""
         self.asides.append((source, message, now))
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from pyhvd.api.call import calling_site
 from pyhvd.errors import DuplicateNameError, HorovodInternalError, ShutDownError
+from pyhvd.native.shared_memory import find_site
 from pyhvd.negotiation.messages import JOIN_NAME, Request, RequestType
 from pyhvd.queue import TensorEntry, TensorQueue
 from tests.unit.negotiation.simulation import allreduce, grouped
@@ -335,7 +335,7 @@ def site_text(site: tuple[CodeType, int] | None) -> str:
 
 
 def test_a_site_is_the_line_of_the_call() -> None:
-    site = calling_site()
+    site = find_site()
     line = sys._getframe().f_lineno - 1
     assert site_text(site).endswith(f"test_queue.py:{line} in test_a_site_is_the_line_of_the_call")
     assert site_text(None) == ""
@@ -343,12 +343,12 @@ def test_a_site_is_the_line_of_the_call() -> None:
 
 def test_a_site_is_relative_to_the_current_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
-    assert site_text(calling_site()).startswith("test_queue.py:")
+    assert site_text(find_site()).startswith("test_queue.py:")
 
 
 def test_a_long_site_loses_its_beginning(tmp_path: Path) -> None:
-    code = compile("def f(): return calling_site()\nsite = f()", str(tmp_path / ("d" * 250 + ".py")), "exec")
-    space: dict[str, Any] = {"calling_site": calling_site}
+    code = compile("def f(): return find_site()\nsite = f()", str(tmp_path / ("d" * 250 + ".py")), "exec")
+    space: dict[str, Any] = {"find_site": find_site}
     exec(code, space)
     text = site_text(space["site"])
     assert text.startswith("...")

@@ -7,8 +7,10 @@ alone make. Its key is torch's name of the group, with a number that counts how 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pyhvd.api.lifecycle import init
@@ -16,6 +18,7 @@ from pyhvd.api.process_sets import found_process_set
 from pyhvd.engine import context
 from pyhvd.engine.context import Context
 from pyhvd.errors import TransportError
+from pyhvd.native.shared_memory import hide_sites
 from pyhvd.torch.distributed.point_to_point import PointToPoint
 from pyhvd.torch.distributed.process_group import ProcessGroup
 
@@ -28,6 +31,7 @@ _sends: tuple[Context, PointToPoint] | None = None
 def register() -> None:
     """Make torch.distributed know the backend; does nothing the second time."""
     if NAME.upper() not in dist.Backend._plugins:
+        hide_sites(os.path.join(os.path.dirname(torch.__file__), ""))
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 
 

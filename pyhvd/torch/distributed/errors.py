@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed import DistBackendError
 
+from pyhvd.engine import context
 from pyhvd.errors import HorovodInternalError
 
 
@@ -24,6 +25,16 @@ class CollectiveTimeoutError(CollectiveError):
     """A collective did not end within its timeout."""
 
     @classmethod
-    def late(cls, handle: Any, seconds: float, report: str) -> CollectiveTimeoutError:
-        """Return the error for a handle that has not ended; ``report`` says who is missing."""
-        return cls(f"{handle.name!r} has not ended within its timeout of {seconds:g} s{report}")
+    def late(cls, handle: Any, seconds: float | None) -> CollectiveTimeoutError:
+        """Return the error for a handle that has not ended, with the report of who is missing.
+
+        The collective may still end; then nobody wants its error.
+        """
+        text = f"{handle.name!r} has not ended within its timeout of {seconds:g} s"
+        runtime = context.current().runtime
+        if runtime.ended is None:
+            waits_for = getattr(handle, "waits_for", [])  # of a send or receive, of which no other rank knows
+            report = runtime.explain_wait(seconds or 0.0, handle.name if waits_for else "", waits_for)
+            text = f"{text}\n{report}"
+        handle.add_done_callback(lambda ended: ended.exception())
+        return cls(text)

@@ -9,10 +9,12 @@ another rank has ended. So a thread that waits tests its request, and sleeps eve
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from pyhvd.engine.context import Context
 from pyhvd.torch.distributed.errors import CollectiveError
@@ -21,6 +23,9 @@ from pyhvd.torch.distributed.work import Work
 _GROUP_BITS = 12
 _SPIN_SECONDS = 20e-6
 _LONGEST_NAP = 1e-3
+_LOOK_SECONDS = 0.5
+
+_log = logging.getLogger("pyhvd")
 
 
 class PointToPoint:
@@ -38,19 +43,20 @@ class PointToPoint:
         self._mpi, self._context = MPI, context
         self._comm = MPI.COMM_WORLD.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._tag_bits = (int(self._comm.Get_attr(MPI.TAG_UB)) >> _GROUP_BITS).bit_length()
+        self._tag_bits = (cast(int, self._comm.Get_attr(MPI.TAG_UB)) >> _GROUP_BITS).bit_length()
 
     def send(self, memory: Any, rank: int, set_id: int, tag: int) -> Request:
         """Start to send contiguous memory to a rank of the job."""
         made = self._comm.Isend(self._buffer(memory), rank, self._tag(set_id, tag))
-        return Request(made, f"send to rank {rank} with tag {tag}", rank, self._context)
+        return Request(made, f"send to rank {rank} with tag {tag}", [rank], self._context)
 
-    def receive(self, memory: Any, rank: int | None, set_id: int, tag: int) -> Request:
-        """Start to receive into contiguous memory; None is any rank."""
+    def receive(self, memory: Any, rank: int | None, others: list[int], set_id: int, tag: int) -> Request:
+        """Start to receive into contiguous memory; None is any of the ``others``."""
         source = self._mpi.ANY_SOURCE if rank is None else rank
         made = self._comm.Irecv(self._buffer(memory), source, self._tag(set_id, tag))
-        who = "any rank" if rank is None else f"rank {rank}"
-        return Request(made, f"receive from {who} with tag {tag}", rank, self._context)
+        if rank is None:
+            return Request(made, f"receive from any rank with tag {tag}", others, self._context)
+        return Request(made, f"receive from rank {rank} with tag {tag}", [rank], self._context)
 
     def _tag(self, set_id: int, tag: int) -> int:
         if not 0 <= tag < 1 << self._tag_bits or set_id >= 1 << _GROUP_BITS:
@@ -74,15 +80,15 @@ class Request:
         MPI's.
     name : str
         What it does, for errors.
-    peer : int or None
-        The other rank; None if that is not known.
+    waits_for : list of int
+        The other rank, or all that may be it.
     context : Context
-        Tells that the job has failed.
+        Tells that the job has failed, and how long a wait may be.
     """
 
-    def __init__(self, request: Any, name: str, peer: int | None, context: Context) -> None:
-        self.name = name
-        self.source = peer
+    def __init__(self, request: Any, name: str, waits_for: list[int], context: Context) -> None:
+        self.name, self.waits_for = name, waits_for
+        self.source = -1
         self._request, self._context = request, context
         self._lock = threading.Lock()  # MPI allows one thread at a time to test a request
         self._ended = False
@@ -99,14 +105,18 @@ class Request:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait; return False after ``timeout`` s."""
-        began = time.monotonic()
+        began = now = time.monotonic()
+        watch = _PeerWatch(self, self._context)
         nap = 0.0
         while not self.done():
             now = time.monotonic()
-            if timeout is not None and now - began >= timeout:
+            waited = now - began
+            if timeout is not None and waited >= timeout:
                 return False
-            if now - began > _SPIN_SECONDS:
+            if waited > _SPIN_SECONDS:
                 nap = min(nap + 20e-6, _LONGEST_NAP)
+            if waited >= watch.due and (error := watch.look(waited)) is not None:
+                self._end(error)
             time.sleep(nap)
         return True
 
@@ -133,6 +143,11 @@ class Request:
 
         threading.Thread(target=wait, name="pyhvd-receive", daemon=True).start()
 
+    def _end(self, error: BaseException) -> None:
+        with self._lock:
+            if not self._ended:
+                self._error, self._ended = error, True
+
     def _test(self) -> None:
         from mpi4py import MPI
 
@@ -150,6 +165,32 @@ class Request:
             self._ended = True
 
 
+class _PeerWatch:
+    """Ends a wait for a peer that is lost; warns of a long one, or ends it, as the stall check does."""
+
+    def __init__(self, request: Request, context: Context) -> None:
+        config = context.config
+        self._request, self._context = request, context
+        off = config.stall_check_disable or not config.stall_check_time_seconds
+        self._warn_after = math.inf if off else config.stall_check_time_seconds
+        self._end_after = math.inf if off else config.stall_shutdown_time_seconds or math.inf
+        self.due = _LOOK_SECONDS
+
+    def look(self, waited: float) -> CollectiveError | None:
+        """Return the error that ends a wait of so many seconds, if one does; ``due`` is the next look."""
+        self.due = waited + _LOOK_SECONDS
+        request, runtime = self._request, self._context.runtime
+        if waited >= self._end_after:
+            report = runtime.explain_wait(waited, request.name, request.waits_for)
+            return CollectiveError(f"{request.name} has been given up after {waited:.0f} s\n{report}")
+        if len(request.waits_for) == 1 and (lost := runtime.where.describe_ended(request.waits_for[0])):
+            return CollectiveError(f"{request.name}: {lost}")
+        if waited >= self._warn_after:
+            self._warn_after = math.inf
+            _log.warning("%s", runtime.explain_wait(waited, request.name, request.waits_for))
+        return None
+
+
 class ReceiveWork(Work):
     """The promise of a received tensor, which knows its sender."""
 
@@ -159,5 +200,4 @@ class ReceiveWork(Work):
     def source_rank(self) -> int:
         """Return the sender's rank in the group."""
         self.wait()
-        assert self.request.source is not None
         return self.ranks.index(self.request.source)

@@ -22,6 +22,7 @@ from pyhvd.native.shared_memory import (
     BROADCAST,
     GROUPED,
     IN_PLACE,
+    PLACED,
     SCATTERS,
     WAITS,
     start,
@@ -41,6 +42,7 @@ from pyhvd.torch.distributed.tensors import (
     store_each,
     store_flat,
     store_parts,
+    store_placed,
     store_received,
     store_rows,
     store_sparse,
@@ -192,8 +194,9 @@ class ProcessGroup(dist.ProcessGroup):
                 f"the input has {tensor.numel()} elements, and the output {output.numel()}: it must have"
                 f" {self._size} times as many, one part for each rank"
             )
-        op = op_of(opts, tensor.dtype)
-        return self._reduce(SCATTERS, flat(tensor), op, opts, [output], partial(store_flat, output))
+        sent = flat(tensor), flat(output)
+        store = partial(store_placed, output, sent[1])
+        return self._reduce(SCATTERS | PLACED, sent, op_of(opts, tensor.dtype), opts, [output], store)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -237,7 +240,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Gather each rank's tensor in one tensor."""
-        return self._move(ALLGATHER, 0, flat(tensor), None, opts, [output], partial(store_flat, output))
+        sent = flat(tensor), flat(output)
+        store = partial(store_placed, output, sent[1])
+        return self._move(ALLGATHER, PLACED, sent, None, opts, [output], store)
 
     _allgather_base = all_gather_single
 
@@ -252,9 +257,9 @@ class ProcessGroup(dist.ProcessGroup):
         """Gather each rank's tensor in a list of the root."""
         sent, root = flat(listed(inputs)[0]), _root_of(opts)
         splits = [sent.numel() if rank == root else 0 for rank in range(self._size)]
-        received = []
+        received: list[Any] = []
         if root == self._rank:
-            received = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+            received = list(outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs)
         store = partial(store_received, received)
         return self._move(ALLTOALL, 0, sent, splits, opts, outputs or [], store)
 
@@ -277,8 +282,9 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Send some rows of a tensor to each rank; the rows that come are stored in rank order."""
         sent, parts = in_rows(tensor, splits, self._size)
-        store = partial(store_rows, output, in_rows(output, output_splits, self._size)[1])
-        return self._move(ALLTOALL, 0, sent, parts, opts, [output], store)
+        target, expected = in_rows(output, output_splits, self._size)
+        store = partial(store_rows, output, target, expected)
+        return self._move(ALLTOALL, PLACED, (sent, target), parts, opts, [output], store)
 
     alltoall_base = all_to_all_single
 
@@ -310,7 +316,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _receive(self, tensors: list[Any], rank: int | None, tag: int) -> Work:
         target, store = in_place(tensors[0])
-        request = self._point_to_point.receive(as_bytes(target), rank, self._set_id(), tag)
+        request = self._point_to_point.receive(as_bytes(target), rank, self._ranks, self._set_id(), tag)
         stored = None if store is None else partial(store_received, tensors, target)
         work = make_work(request, tensors, self._limit, stored, ReceiveWork)
         work.request, work.ranks = request, self._ranks

@@ -120,11 +120,16 @@ def store_received(tensors: Sequence[Any], result: tuple[Any, Any]) -> None:
     store_parts(tensors, result[0])
 
 
-def store_rows(tensor: Any, expected: Sequence[int], result: tuple[Any, Any]) -> None:
+def store_placed(tensor: Any, target: Any, result: Any) -> None:
+    """Store a result, unless it is in ``target``, which has the tensor's elements, or a copy of them."""
+    if result is not target or target.data_ptr() != tensor.data_ptr():
+        store_parts([tensor], result)
+
+
+def store_rows(tensor: Any, target: Any, expected: Sequence[int], result: tuple[Any, Any]) -> None:
     """Store what came from each rank; raise ValueError if that is not as much as expected."""
     elements, counts = result
-    if list(counts) != list(expected):
-        raise ValueError(
-            f"the ranks have sent {list(counts)} elements, but the output is for {list(expected)}"
-        )
-    store_parts([tensor], elements)
+    if counts.tolist() != expected:
+        sizes = f"{counts.tolist()} elements, but the output is for {expected}"
+        raise ValueError(f"the ranks have sent {sizes}")
+    store_placed(tensor, target, elements)

@@ -104,7 +104,7 @@ class Work(dist.Work):
                 if not self._ended:
                     self._store_result()
         else:
-            self._error = CollectiveTimeoutError.late(handle, seconds, "")
+            self._error = CollectiveTimeoutError.late(handle, seconds)
             self._ended = True
 
     def _store_result(self) -> None:
@@ -177,7 +177,7 @@ def end_now(handle: Any, limit: float | None, store: Store | None) -> Work:
     try:
         result = handle.result(limit)
     except TimeoutError:
-        raise CollectiveTimeoutError.late(handle, limit, "") from None
+        raise CollectiveTimeoutError.late(handle, limit) from None
     except HorovodInternalError as exc:
         raise CollectiveError.of(exc) from exc
     if store is not None:
@@ -189,7 +189,12 @@ def join_works(works: list[Work], outputs: list[Any], limit: float | None) -> Wo
     """Return one work that ends when all of these have."""
     handles = [work.handle for work in works if work.handle is not None]
     handle = CombinedHandle("coalesced calls", handles, lambda _: None)
-    return make_work(handle, outputs, limit, lambda _: [work.wait() for work in works])
+
+    def store(_: Any) -> None:
+        for work in works:
+            work.wait()
+
+    return make_work(handle, outputs, limit, store)
 
 
 class _EndedWork(Work):

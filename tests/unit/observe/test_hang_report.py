@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -18,7 +19,11 @@ from pyhvd.negotiation.messages import (
     ErrorInfo,
     ErrorKind,
     StackReport,
+    StackRequest,
+    WaitAnswer,
+    WaitQuestion,
     bits_of,
+    decode_out_of_band,
     iter_bits,
 )
 from pyhvd.observe.hang_report import MAX_CHARACTERS, describe_state, error_of, names_of, warning_of
@@ -234,6 +239,49 @@ def test_who_said_nothing_is_looked_at_and_who_has_nothing_to_say_is_not() -> No
     (text,) = texts
     assert "rank 1 on host b (pid 2) has not submitted 'x': none of its threads runs Python code" in text
     assert "rank 2 on host c (pid 3) has not submitted 'x': its background thread does not answer" in text
+
+
+def test_a_rank_that_asks_is_told_at_once_also_of_what_only_it_knows() -> None:
+    """Others that wait for less than the warning time are in the answer, and nothing is logged."""
+    sent: list[tuple[int, Any]] = []
+    texts: list[str] = []
+    reporter = HangReporter(
+        StallInspector(10.0, 0.0),
+        RankLocations(0, [ProcessPlace("a", 1), ProcessPlace("b", 2), ProcessPlace("c", 3)]),
+        send=lambda rank, payload: sent.append((rank, decode_out_of_band(payload, 0))),
+        pending=lambda now: [stalled(0, "x", 0.0, (0,), (1, 2))],
+        count=lambda tensors, warned: None,
+        warn=texts.append,
+    )
+    reporter.ask(1, WaitQuestion(PROTOCOL_VERSION, 7, "receive from rank 2", 2.0, [2]), 3.0)
+    reporter.inspect(3.0)
+    asked = [rank for rank, message in sent if isinstance(message, StackRequest)]
+    assert asked == [1, 2]
+    reporter.take(2, StackReport(PROTOCOL_VERSION, 0, []))
+    reporter.inspect(5.0)
+    rank, answer = sent[-1]
+    assert (rank, answer.number) == (1, 7)
+    assert "'x': not submitted by ranks 1-2, submitted by rank 0 (waiting for 5 s)" in answer.text
+    assert "'receive from rank 2': not submitted by rank 2, submitted by rank 1" in answer.text
+    assert not texts
+    reporter.inspect(10.0)
+    reporter.inspect(12.0)
+    assert len(texts) == 1
+    assert "receive" not in texts[0]
+
+
+def test_a_rank_that_asks_while_nothing_waits_is_told_so() -> None:
+    sent: list[tuple[int, Any]] = []
+    reporter = HangReporter(
+        StallInspector(10.0, 0.0),
+        RankLocations(0, [ProcessPlace("a", 1)]),
+        send=lambda rank, payload: sent.append((rank, decode_out_of_band(payload, 0))),
+        pending=lambda now: [],
+        count=lambda tensors, warned: None,
+    )
+    reporter.ask(0, WaitQuestion(PROTOCOL_VERSION, 1), 3.0)
+    reporter.inspect(3.0)
+    assert sent == [(0, WaitAnswer(PROTOCOL_VERSION, 1, ""))]
 
 
 # -- many ranks
