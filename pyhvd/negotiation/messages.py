@@ -442,7 +442,7 @@ class WaitQuestion(Versioned, frozen=True, array_like=False, tag=5):
 
 
 class WaitAnswer(Versioned, frozen=True, array_like=False, tag=6):
-    """The answer to a :class:`WaitQuestion`; its text is empty if nothing waits, or the stall check is off."""
+    """The answer to a :class:`WaitQuestion`; the text is empty if nothing waits, or without stall checks."""
 
     number: int
     text: str

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pyhvd.common.processes import ProcessPlace, ProcessState
 from pyhvd.common.stacks import Frame, ThreadStack
-from pyhvd.negotiation.messages import PROTOCOL_VERSION, Aside, StackReport
+from pyhvd.negotiation.messages import PROTOCOL_VERSION, Aside, StackReport, StackRequest
 from pyhvd.observe.hang_reporter import HangReporter, RankLocations, take_aside
 from pyhvd.observe.stall_inspector import StallInspector
 
