@@ -7,6 +7,7 @@ pairs them, and ranks that call something else get pyhvd's MismatchError with al
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -226,17 +227,15 @@ class ProcessGroup(dist.ProcessGroup):
         inputs = listed(inputs)
         outputs = outputs if isinstance(outputs[0], (list, tuple)) else [outputs]
         if len(inputs) > 1:
-            return self.allgather_coalesced(outputs, inputs, opts)
+            return self._gather_group(outputs, inputs, opts, store_parts)
         return self._move(
             ALLGATHER, 0, flat(inputs[0]), None, opts, outputs, partial(store_parts, outputs[0])
         )
 
     def allgather_coalesced(self, outputs: list[list[Any]], inputs: list[Any], opts: Any = None) -> Work:
-        """Gather each rank's tensors; each list of outputs has one rank's, or those of one input."""
-        if len(outputs) != len(inputs) or any(len(each) != self._size for each in outputs):
-            outputs = [list(each) for each in zip(*outputs, strict=True)]
-        store = partial(store_each, [partial(store_parts, each) for each in outputs])
-        return self._move(ALLGATHER, GROUPED, [flat(each) for each in inputs], None, opts, outputs, store)
+        """Gather several tensors of each rank; each list of outputs is for one rank's."""
+        of_inputs = [list(each) for each in zip(*outputs, strict=True)]
+        return self._gather_group(of_inputs, inputs, opts, store_parts)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Gather each rank's tensor in one tensor."""
@@ -248,8 +247,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Any], inputs: list[Any], opts: Any = None) -> Work:
         """Do several of :meth:`all_gather_single` as one unit."""
-        store = partial(store_each, [partial(store_flat, output) for output in outputs])
-        return self._move(ALLGATHER, GROUPED, [flat(each) for each in inputs], None, opts, outputs, store)
+        return self._gather_group(outputs, inputs, opts, store_flat)
+
+    def _gather_group(
+        self, outputs: list[Any], inputs: list[Any], opts: Any, store: Callable[[Any, Any], None]
+    ) -> Work:
+        each = partial(store_each, [partial(store, output) for output in outputs])
+        return self._move(ALLGATHER, GROUPED, [flat(one) for one in inputs], None, opts, outputs, each)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -317,7 +321,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _receive(self, tensors: list[Any], rank: int | None, tag: int) -> Work:
         target, store = in_place(tensors[0])
         request = self._point_to_point.receive(as_bytes(target), rank, self._ranks, self._set_id(), tag)
-        stored = None if store is None else partial(store_received, tensors, target)
+        stored = None if store is None else lambda _: store(target)
         work = make_work(request, tensors, self._limit, stored, ReceiveWork)
         work.request, work.ranks = request, self._ranks
         return self._collect(work)
