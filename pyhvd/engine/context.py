@@ -40,6 +40,7 @@ from pyhvd.engine.autotune_search import LARGEST_CHUNK
 from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import connect, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
+from pyhvd.engine.set_backends import SetBackends
 from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.job.mpi.rank_env import read_generation
 from pyhvd.native.shared_memory import (
@@ -198,14 +199,11 @@ class Context:
         recorder = self._make_recorder(world)
         between = HostMeter(rank, self.topology.hosts, [place.host for place in places])
         make = self._backend_maker(recorder, between)
-        backends = {GLOBAL_SET: make(world.fabric, self.process_sets[GLOBAL_SET])}
-        for set_id, ranks in self.process_sets.items():
-            if set_id != GLOBAL_SET and rank in ranks:
-                backends[set_id] = make(world.fabric.subset(ranks, set_id), ranks)
-        self.fast_path = open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
+        everyone = make(world.fabric, self.process_sets[GLOBAL_SET])
+        self.fast_path = open_fast_path(world.fabric, open_window, everyone, config)
         checked = config.check != "off"
         without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
-        several = isinstance(backends[GLOBAL_SET].fabric, HostsFabric)
+        several = isinstance(everyone.fabric, HostsFabric)
         if several:
             without = "the ranks are on several hosts"
         no_arena = self.fast_path is None or several
@@ -214,20 +212,19 @@ class Context:
             self.fast_path.record_in(recorder.trace)
         recorder.fast_path, recorder.members = self.fast_path, self.process_sets
         recorder.hosts = between.names
-        recorder.begin(backends[GLOBAL_SET].fabric)
+        recorder.begin(everyone.fabric)
         tuner = None
         if config.autotune and rank == 0:
-            windowed = isinstance(backends[GLOBAL_SET], ShmBackend)
+            windowed = isinstance(everyone, ShmBackend)
             tuner = make_tuner(config, self.topology.size, log, windowed=windowed)
         holder = current_holder()  # callbacks of handles use this rank's context too
         threads = None if holder is process_holder else (threading.get_ident(),)
         long_waits = bool if self.fast_path is None else self.fast_path.has_long_waits
         return Runtime(
-            connect(world, self.fast_path, backends[GLOBAL_SET].fabric),
-            backends,
+            connect(world, self.fast_path, everyone.fabric),
+            SetBackends(everyone, make),
             sets,
             config,
-            make,
             RuntimeParts(
                 where=RankLocations(rank, places, threads, long_waits, self.job),
                 hooks=self.hooks,

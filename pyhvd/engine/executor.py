@@ -27,16 +27,20 @@ from pyhvd.engine.device_executor import DeviceExecutor
 from pyhvd.engine.error_mapping import error_of_response, exception_of, note_of
 from pyhvd.engine.plans import Entries, allocate, as_splits, gathered
 from pyhvd.engine.result_checks import Checker
+from pyhvd.engine.set_backends import SetBackends
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
 from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response, verb
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import MPI, WINDOW, Meter
 from pyhvd.queue import TensorEntry, TensorQueue
-from pyhvd.transport.fabric import Fabric
 
 if TYPE_CHECKING:
     from pyhvd.engine.fast_path import FastPathAdapter
     from pyhvd.observe.hang_reporter import RankLocations
+    from pyhvd.transport.fabric import Fabric
+
+
+_SET_CHANGES = (RequestType.ADD_PROCESS_SET, RequestType.REMOVE_PROCESS_SET)
 
 
 @dataclass(eq=False)
@@ -49,12 +53,10 @@ class Executor:
         Where this rank and the others are.
     queue : TensorQueue
         Submitted tensors that wait for agreement.
-    backends : dict of int to HostBackend
-        Backends by process set, without sets of other ranks; the executor closes them.
+    backends : SetBackends
+        The backends of this rank's process sets; the executor makes and closes them.
     sets : dict of int to tuple of int
         Members of every process set; the worker updates it, the executor only reads it.
-    make_backend : callable
-        Returns the backend of a new set, from its fabric; collective over the set.
     meter : Meter
         Counts the responses.
     fast_path : FastPathAdapter or None
@@ -67,9 +69,8 @@ class Executor:
 
     where: RankLocations
     queue: TensorQueue
-    backends: dict[int, HostBackend]
+    backends: SetBackends
     sets: dict[int, tuple[int, ...]]
-    make_backend: Callable[[Fabric, tuple[int, ...]], HostBackend]
     meter: Meter
     fast_path: FastPathAdapter | None
     hooks: Instruments
@@ -77,7 +78,6 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._checker = Checker(self.config.check)
-        self._pieces: Pieces | None = None
         # For the watchdog: the entries of the running batch, and the number of ended batches.
         self.running: Entries = []
         self.ended = 0
@@ -85,9 +85,11 @@ class Executor:
         self._devices = DeviceExecutor(
             self.where, self.backends, self.sets, self.hooks, self._run_on_host, checked=checked
         )
-        for set_id, backend in self.backends.items():
-            if self.fast_path is not None:
-                self.fast_path.open_set(set_id, backend)
+        for set_id, ranks in self.sets.items():
+            if self.where.rank in ranks:
+                self._add_set(set_id, ranks)
+        if self.fast_path is not None:
+            self.fast_path.open_set(GLOBAL_SET, self.backends[GLOBAL_SET])
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.ADASUM: self._adasum,
@@ -126,9 +128,11 @@ class Executor:
                 )
             entries[0].done(None, exception_of(first.error, first.request.name, self.where.places))
             return
-        self._count(first, [entry for entry in entries if entry is not None], ready)
         self.running = entries
         try:
+            if first.process_set not in self.backends and first.request.type not in _SET_CHANGES:
+                self._open_set(first.process_set)
+            self._count(first, [entry for entry in entries if entry is not None], ready)
             if first.request.device == HOST:
                 self._run_on_host(batch, entries)
             else:
@@ -157,9 +161,7 @@ class Executor:
 
     def resize(self, pieces: Pieces) -> None:
         """Use other piece sizes from now on, in every set."""
-        self._pieces = pieces
-        for backend in self.backends.values():
-            backend.resize(pieces)
+        self.backends.resize(pieces)
 
     def _count(self, first: Response, entries: Sequence[TensorEntry], ready: int) -> None:
         if not entries:
@@ -177,8 +179,7 @@ class Executor:
         note = note_of(info)
         with contextlib.ExitStack() as aborts:
             aborts.callback(self._devices.abort, info.message)
-            for backend in reversed(list(self.backends.values())):  # another thread may add a set
-                aborts.callback(backend.abort, note)
+            aborts.callback(self.backends.abort, note)
 
     def close(self, stop: ErrorInfo) -> None:
         """Close the backends, in the order of their sets; collective.
@@ -188,8 +189,7 @@ class Executor:
         if stop.kind != ErrorKind.SHUT_DOWN:
             self._devices.abort(stop.message)
         self._devices.close()
-        for set_id in sorted(self.backends):
-            self.backends.pop(set_id).close()
+        self.backends.close()
 
     # -- reductions ----------------------------------------------------------------------------------
 
@@ -354,13 +354,20 @@ class Executor:
     def _add_process_set(self, batch: list[Response], entries: Entries) -> None:
         ranks, set_id = batch[0].request.ranks, batch[0].value
         if self.where.rank in ranks:
-            fabric = self.backends[GLOBAL_SET].fabric.subset(ranks, set_id)
-            self.backends[set_id] = self.make_backend(fabric, ranks)
-            if self._pieces is not None:
-                self.backends[set_id].resize(self._pieces)
-            if self.fast_path is not None:
-                self.fast_path.open_set(set_id, self.backends[set_id])
+            self._add_set(set_id, ranks)
         self._tell_value(batch, entries)
+
+    def _add_set(self, set_id: int, ranks: tuple[int, ...]) -> None:
+        """Note a new set of which this rank is a member."""
+        self.backends.add(set_id, ranks)
+        if self.fast_path is not None:
+            self.fast_path.add_set(set_id)
+
+    def _open_set(self, set_id: int) -> None:
+        """Prepare a set for its first batch. Collective over the set."""
+        backend = self.backends.open(set_id)
+        if self.fast_path is not None:
+            self.fast_path.open_set(set_id, backend)
 
     def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
         removed = batch[0].request.ranks[0]
@@ -372,9 +379,8 @@ class Executor:
                 f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
             )
             entry.done(None, ShutDownError(text))
-        if removed in self.backends:
-            self._devices.close_set(removed)
-            self.backends.pop(removed).close()
+        self._devices.close_set(removed)
+        self.backends.remove(removed)
         self._tell_value(batch, entries)
 
 

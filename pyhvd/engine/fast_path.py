@@ -195,29 +195,35 @@ class FastPathAdapter:
             fast_path.know_arena(arena)
         fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
+    def add_set(self, set_id: int) -> None:
+        """Note a new process set; until :meth:`open_set` its calls go by message."""
+        ranks = self._worker.sets[set_id]
+        self._host_places.pop(set_id, None)
+        if self.path.serves(set_id, ranks):
+            if self.across:  # on one host the coordinator has: again, it would wipe out delegated turn slots
+                self.path.open_ready_set(set_id, ranks)
+            self.path.add_set(set_id, self._worker.seen)
+
     def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's calls use the fast path, if its ranks can agree there."""
         ranks = self._worker.sets[set_id]
-        self._host_places.pop(set_id, None)
         if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
             fabric = backend.fabric
             fabric.follow(self._fabric, self.path)
             order = [ranks.index(rank) for each in self._fabric.hosts for rank in each if rank in ranks]
             self._host_places[set_id] = HostPlaces(fabric.layout, fabric.window.chunk, order)
         if isinstance(backend, ShmBackend) and self.path.serves(set_id, ranks):
-            if self.across:  # on one host the coordinator has: again, it would wipe out delegated turn slots
-                self.path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts
             arenas = [starts[rank] for rank in ranks if starts]
             places = self._host_places.get(set_id)
-            self.path.open_set(set_id, backend.window, arenas, self._worker.seen, places)
+            self.path.open_set(set_id, backend.window, arenas, places)
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return its tensors in flight."""
-        if not self.path.has_set(set_id):
-            return []
-        self.path.retire_set(set_id)
-        left = [entry for call in self.path.in_flight(set_id) for entry in self._entries(call)[1]]
+        left: list[TensorEntry] = []
+        if self.path.has_set(set_id):
+            self.path.retire_set(set_id)
+            left = [entry for call in self.path.in_flight(set_id) for entry in self._entries(call)[1]]
         self.path.close_set(set_id)
         return left
 

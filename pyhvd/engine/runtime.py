@@ -30,7 +30,6 @@ import msgspec
 
 from pyhvd import arrays
 from pyhvd.backends.base import Pieces
-from pyhvd.backends.host import HostBackend
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Node, Worker
 from pyhvd.engine.autotuner import Tuner, tuning_of
@@ -38,6 +37,7 @@ from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
 from pyhvd.engine.fast_path import FastPathAdapter
 from pyhvd.engine.rounds import RoundKeeper
+from pyhvd.engine.set_backends import SetBackends
 from pyhvd.engine.shutdown import ShutdownBarrier, end_early
 from pyhvd.engine.watchdog import HostClaim, ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
@@ -70,7 +70,6 @@ from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
-from pyhvd.transport.fabric import Fabric
 
 if TYPE_CHECKING:
     from pyhvd.transport.control import ControlTransport
@@ -119,14 +118,12 @@ class Runtime:
     ----------
     control : ControlTransport
         Carries messages; the runtime closes it.
-    backends : dict of int to HostBackend
-        Backends by process set id; the runtime closes them.
+    backends : SetBackends
+        The backends of this rank's process sets; the runtime makes and closes them.
     sets : sequence of tuple of int
         Members of the static process sets 1, 2, ...
     config : Config
         This rank's configuration, with rank 0's values of the shared knobs.
-    make_backend : callable
-        Returns the backend of a new set, from its fabric and its ranks.
     parts : RuntimeParts
         All other objects that the runtime works with.
     """
@@ -134,10 +131,9 @@ class Runtime:
     def __init__(
         self,
         control: ControlTransport,
-        backends: dict[int, HostBackend],
+        backends: SetBackends,
         sets: Sequence[tuple[int, ...]],
         config: Config,
-        make_backend: Callable[[Fabric, tuple[int, ...]], HostBackend],
         parts: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config
@@ -165,8 +161,8 @@ class Runtime:
             fabric = backends[GLOBAL_SET].fabric
             self._fast_path = FastPathAdapter(fast_path, parts.arena, fabric, worker, self.queue, self.meter)
         self._executor = Executor(
-            self.where, self.queue, backends, worker.sets, make_backend, self.meter, self._fast_path,
-            self._hooks, config,
+            self.where, self.queue, backends, worker.sets, self.meter, self._fast_path, self._hooks,
+            config,
         )  # fmt: skip
         self._recorder.members = worker.sets
         self._shutdown_barrier = ShutdownBarrier(control)

@@ -93,7 +93,8 @@ cdef class FastPath(ReadyTableEnd):
         Whether tensors may use it. Without them it serves only lists, beats and notes between hosts.
     """
 
-    cdef list sets  # PathSet by id, None where the path does not serve the set
+    cdef list sets  # PathSet by id, None where the path does not serve the set, or not yet
+    cdef list turns_of  # Turns by id, also of sets that are served later: their calls are counted
     # The queue's, read here; None before `attach`:
     cdef dict entries
     cdef dict busy_groups
@@ -131,7 +132,7 @@ cdef class FastPath(ReadyTableEnd):
         self.memory = memory
         self.generation = _generation
         self.code_of = code_of
-        self.sets = [None] * SETS
+        self.sets, self.turns_of = [None] * SETS, [None] * SETS
         self.callbacks = []
         self.callbacks_lock = threading.Lock()
         if not pyhvd_fast_path_init(&self.c):
@@ -201,19 +202,25 @@ cdef class FastPath(ReadyTableEnd):
         self.arena_from = arena.start
         self.arena_to = self.arena_from + <int64_t>arena.nbytes
 
-    def open_set(self, int set_id, Window window, arenas, uint64_t version=0, places=None):
+    def add_set(self, int set_id, uint64_t version):
+        """Count the calls without a name of a process set, which response list ``version`` made.
+
+        They go by message until :meth:`open_set`. A set that was there from the start has version 0.
+        """
+        self.turns_of[set_id] = Turns(self, set_id, version) if self.delegates else None
+
+    def open_set(self, int set_id, Window window, arenas, places=None):
         """Serve a process set's calls through its window, given its ranks' arenas (addresses).
 
-        ``version`` is the number of the response list that made the set; 0: it was there from the start.
         ``places`` are the set's :class:`pyhvd.engine.plans.HostPlaces`, if it has several hosts.
         """
-        cdef Turns turns = None
+        cdef Turns turns = self.turns_of[set_id]
         for q, start in enumerate(arenas):
             window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
         if not pyhvd_fast_path_open(&self.c, <uint32_t>set_id, &window.window):
             raise MemoryError
-        if self.delegates:
-            turns = Turns(self, set_id, version, places)
+        if turns is not None:
+            turns.places = places
         self.sets[set_id] = PathSet(window, turns)
 
     def retire_set(self, int set_id):
@@ -225,10 +232,14 @@ cdef class FastPath(ReadyTableEnd):
 
     def close_set(self, int set_id):
         """Forget a process set. Its calls were retired and taken."""
-        self.sets[set_id] = None
+        if 0 <= set_id < SETS:
+            self.sets[set_id] = self.turns_of[set_id] = None
 
     cdef PathSet get_set(self, int set_id):
         return self.sets[set_id] if 0 <= set_id < SETS else None
+
+    cdef Turns get_turns(self, int set_id):
+        return self.turns_of[set_id] if 0 <= set_id < SETS else None
 
     def has_set(self, int set_id):
         """Return whether the path serves a process set."""
@@ -309,14 +320,14 @@ cdef class FastPath(ReadyTableEnd):
 
     def next_number(self, int set_id):
         """Return the number of a set's next unnamed call, which goes by message; -1: count elsewhere."""
-        cdef PathSet served = self.get_set(set_id)
-        return -1 if served is None or served.turns is None else served.turns.take_number()
+        cdef Turns turns = self.get_turns(set_id)
+        return -1 if turns is None else turns.take_number()
 
     def restart_numbers(self, int set_id):
         """Number a set's calls without a name from 0 again; none is in flight on any rank."""
-        cdef PathSet served = self.get_set(set_id)
-        if served is not None and served.turns is not None:
-            served.turns.restart()
+        cdef Turns turns = self.get_turns(set_id)
+        if turns is not None:
+            turns.restart()
 
     def places_of(self, int set_id):
         """Return what :meth:`open_set` was told of a set's hosts."""

@@ -59,7 +59,7 @@ cdef class Turns:
     cdef FastPath path
     cdef int set_id
     cdef uint64_t version
-    cdef object places  # of the set's hosts, for plans
+    cdef object places  # of the set's hosts, for plans; written before the set is served
     cdef uint64_t next  # number of the next call
     cdef list calls  # the CachedCall of each turn slot; empty before the first signature
     cdef dict signatures  # {(verb, shape of the first array, whether grouped): [Signature]}
@@ -70,9 +70,8 @@ cdef class Turns:
     cdef Signature last
     cdef bint closed
 
-    def __cinit__(self, FastPath path, int set_id, uint64_t version, places):
+    def __cinit__(self, FastPath path, int set_id, uint64_t version):
         self.path = path
-        self.places = places
         self.set_id = set_id
         self.version = version
         self.calls = []

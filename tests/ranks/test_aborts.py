@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.engine import context
 from pyhvd.engine.executor import Executor
+from pyhvd.engine.set_backends import SetBackends
 from pyhvd.negotiation.messages import ErrorInfo
 from pyhvd.testing import RanksFailed, run_ranks
 from pyhvd.transport.inprocess import ThreadFabric
@@ -188,6 +189,8 @@ def test_whoever_waits_for_a_rank_that_was_told_hears_of_the_first(
 
     def body() -> None:
         pairs = [hvd.add_process_set(ranks) for ranks in ([2, 3], [1, 2])]
+        for pair in [pair for pair in pairs if pair.included()]:
+            hvd.barrier(pair)  # the first batch makes the backend
         hvd.barrier()
         if hvd.rank() == 3:
             assert inside.wait(SECONDS)
@@ -284,9 +287,13 @@ def test_an_orderly_end_aborts_nothing(monkeypatch: pytest.MonkeyPatch, raises: 
 def test_an_abort_that_fails_leaves_no_other_set_waiting() -> None:
     aborted: list[int] = []
 
-    class Set:
+    class Backend:
         def __init__(self, number: int) -> None:
-            self.number = number
+            self.number = self.size = number
+            self.fabric = self
+
+        def subset(self, ranks: object, tag: object) -> None:
+            """Return nothing: the fabric is not used."""
 
         def abort(self, note: bytes) -> None:
             aborted.append(self.number)
@@ -298,7 +305,10 @@ def test_an_abort_that_fails_leaves_no_other_set_waiting() -> None:
             aborted.append(9)
 
     executor: Any = Executor.__new__(Executor)
-    executor.backends, executor._devices = {0: Set(0), 1: Set(1)}, Devices()
+    made: Any = Backend(1)
+    executor.backends, executor._devices = SetBackends(cast(Any, Backend(0)), lambda *_: made), Devices()
+    executor.backends.add(1, (0, 1))
+    executor.backends.open(1)
     with pytest.raises(OSError, match="gone"):
         executor.abort(ErrorInfo(0, "rank 1 failed", 1))
     assert aborted == [0, 1, 9]

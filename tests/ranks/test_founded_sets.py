@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 import pyhvd as hvd
 from pyhvd.api.process_sets import found_process_set
+from pyhvd.backends.host import HostBackend
+from pyhvd.backends.shm import make_backend
+from pyhvd.engine import context
 from pyhvd.testing import RanksFailed, run_ranks
+from tests.conformance.cases import outcome
 
 
 def _on(size: int, body: Callable[[], None], fast: bool = True) -> None:
@@ -59,6 +64,108 @@ def test_several_sets_of_the_same_ranks(fast: bool) -> None:
             for k, each in reversed(list(enumerate(made)))
         ]
         assert [int(handle.result()[0]) for handle in handles] == [2 * k for k in reversed(range(40))]
+
+    _on(2, body, fast)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The ranks of each backend of rank 1 that is open."""
+    ranks_of: list[tuple[int, ...]] = []
+
+    def make(fabric: Any, ranks: tuple[int, ...], *arguments: Any, **options: Any) -> HostBackend:
+        backend = make_backend(fabric, ranks, *arguments, **options)
+        if context.current_holder().rank == 1:
+            ranks_of.append(ranks)
+            close = backend.close
+
+            def closed() -> None:
+                ranks_of.remove(ranks)
+                close()
+
+            monkeypatch.setattr(backend, "close", closed)
+        return backend
+
+    monkeypatch.setattr(context, "make_backend", make)
+    return ranks_of
+
+
+def test_sets_of_the_same_ranks_share_a_backend_from_the_first_batch_on(
+    fast: bool, made: list[tuple[int, ...]]
+) -> None:
+    def body() -> None:
+        if hvd.rank() == 0:
+            hvd.barrier()
+            return
+        sets = [found_process_set([1, 2], f"set.{k}") for k in range(3)]
+        alone = found_process_set([hvd.rank()], f"alone.{hvd.rank()}")
+        here = hvd.rank() == 1
+        assert not here or made == [(0, 1, 2)]
+        _sum(sets[1])
+        hvd.barrier(sets[2])
+        assert not here or made == [(0, 1, 2), (1, 2)]
+        assert _sum(alone) == [hvd.rank()] * 2
+        for each in sets[:2]:
+            hvd.remove_process_set(each)
+        assert [_sum(sets[2]), _sum(sets[2], "x")] == [[3, 3]] * 2
+        assert not here or made == [(0, 1, 2), (1, 2), (1,)]
+        hvd.remove_process_set(sets[2])
+        assert not here or made == [(0, 1, 2), (1,)]
+        for _ in range(2):
+            again = found_process_set([1, 2], "again")
+            assert _sum(again) == [3, 3]
+            hvd.remove_process_set(again)
+        hvd.remove_process_set(found_process_set([1, 2], "not used"))
+        hvd.remove_process_set(alone)
+        assert not here or made == [(0, 1, 2)]
+        hvd.barrier()
+
+    _on(3, body, fast)
+    assert not made
+
+
+def test_a_set_of_all_ranks(fast: bool, made: list[tuple[int, ...]]) -> None:
+    def body() -> None:
+        sets = [found_process_set([0, 1], f"set.{k}") for k in range(3)]
+        assert {_sum(each)[0] for each in [*sets, *sets, hvd.global_process_set]} == {1}
+        assert hvd.remove_process_set(sets[1])
+        assert {_sum(each)[0] for each in [sets[0], sets[2], hvd.global_process_set]} == {1}
+        assert hvd.rank() == 0 or made == [(0, 1)]
+
+    _on(2, body, fast)
+
+
+def test_the_first_batch_of_a_set_with_a_member_that_has_joined(fast: bool) -> None:
+    def body() -> None:
+        made = found_process_set([0, 1], "key")
+        if hvd.rank() == 1:
+            while not isinstance(outcome(lambda: hvd.barrier(made)), hvd.MismatchError):
+                pass
+            assert _sum(made) == [1, 1]
+            assert _sum(made, "x") == [1, 1]
+        hvd.join()
+        assert [_sum(made), _sum(made, "x")] == [[1, 1]] * 2
+
+    _on(2, body, fast)
+
+
+def test_calls_in_flight_before_the_first_batch(fast: bool) -> None:
+    """Some have numbers for names, which the fast path continues."""
+
+    def body() -> None:
+        made = found_process_set([0, 1], "key")
+        for turn in range(4):
+            handles = [
+                hvd.allreduce_async(
+                    np.full(2, k), op=hvd.Sum, process_set=made, name=f"x.{k}" if k % 3 else None
+                )
+                for k in range(30)
+            ]
+            if turn % 2 == hvd.rank():
+                hvd.barrier(made)
+            assert [int(handle.result()[0]) for handle in handles] == [2 * k for k in range(30)]
+            if turn % 2 != hvd.rank():
+                hvd.barrier(made)
 
     _on(2, body, fast)
 

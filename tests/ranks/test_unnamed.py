@@ -246,7 +246,8 @@ def test_process_sets_count_apart_and_come_again(on: On, other: int) -> None:
                 for turn in range(5):
                     handle = _start(4, process_set=added)
                     assert handle.name == f"noname.{turn}"
-                    assert _is_fast(handle) == (turn > 0 and agrees)
+                    # The first call makes the set's backend; the second is remembered.
+                    assert _is_fast(handle) == (turn > 1 and agrees)
                     assert handle.result().tolist() == [2.0] * 4
             assert _start(4).result().tolist() == [3.0] * 4
             hvd.remove_process_set(added)
