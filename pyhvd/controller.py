@@ -14,7 +14,7 @@ A node is one rank's place in the tree of messages. :mod:`pyhvd.engine.runtime` 
 from __future__ import annotations
 
 import functools
-import itertools
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +43,7 @@ from pyhvd.negotiation.messages import (
     StillWaiting,
     TimelineOrder,
     Tuning,
+    bits_of,
     bits_to_bytes,
     bytes_to_bits,
     decode_merged,
@@ -81,6 +82,28 @@ class Stalled:
 def _everyone(size: int) -> tuple[int, ...]:
     """Return the ranks of a job: one object for all of its machines in a process."""
     return tuple(range(size))
+
+
+class SetIds:
+    """The ids of process sets: a new set gets the lowest free one.
+
+    ``used`` is the number of ids, from 0 on, that are in use.
+    """
+
+    def __init__(self, used: int) -> None:
+        self._next = used
+        self._free: list[int] = []  # a heap
+
+    def take(self) -> int:
+        """Return an id for a new set."""
+        if self._free:
+            return heapq.heappop(self._free)
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, set_id: int) -> None:
+        """Free the id of a removed set."""
+        heapq.heappush(self._free, set_id)
 
 
 class SeenLists:
@@ -137,10 +160,21 @@ class Coordinator:
         self._stop: ErrorInfo | None = None
         self._tuning: Tuning | None = None
         self._timeline: TimelineOrder | None = None
-        self._removed: set[int] = set()  # by the list that is being built: their ids are not free yet
+        # The members of sets that the last list has removed: their ids become free with the next list.
+        self._removed: dict[int, int] = {}
         self._last_joined = -1  # the rank, when all ranks have joined and the next list tells them
         self._sets: dict[int, MessageTable] = {}
         self._founding: dict[str, MessageTable] = {}  # sets that their members make, by name
+        # A list costs nothing for idle sets. Sets that something was received for since the last look for
+        # answers, and since the last list; and those in which a tensor may wait.
+        self._touched: set[int] = set()
+        self._undelegated: set[int] = set()
+        self._waiting: set[int] = set()
+        self._touched_founding: dict[str, None] = {}  # in order
+        self._agreeing: set[int] = set()  # sets whose ranks may mark slots without a message
+        self._wanted_slots = 0
+        self._last_submission = 0.0
+        self._ids = SetIds(1 + len(sets))
         for set_id, ranks in enumerate([_everyone(size), *sets]):
             self._add_set(set_id, ranks, 0)
 
@@ -148,7 +182,18 @@ class Coordinator:
         table = self._sets[set_id] = MessageTable(
             set_id, ranks, self._capacity, version, self._ready_table, self.stragglers
         )
+        if table.is_delegating:
+            self._agreeing.add(set_id)
         return table
+
+    def _remove_set(self, set_id: int) -> MessageTable:
+        removed = self._sets.pop(set_id, None)
+        if removed is None:
+            raise InternalError(f"process set {set_id} was removed twice")
+        self._removed[set_id] = removed.members
+        for sets in (self._touched, self._undelegated, self._waiting, self._agreeing):
+            sets.discard(set_id)
+        return removed
 
     def _founding_of(self, request: Request, senders: Senders) -> MessageTable:
         """Return the table in which the members of a set agree to make it.
@@ -173,30 +218,39 @@ class Coordinator:
         following = self._sequence + 1
         self._seen.note(senders.ranks, message.seen)
         self._changed = True
+        if message.bits or message.requests:
+            self._last_submission = now
         # Bits come first: within a message, a rank's full request for a tensor is newer than its bit.
         for set_id, data in message.bits.items():
             if table := self._table(set_id, message.seen):
+                self._touched.add(set_id)
                 table.submit_hits(senders, bytes_to_bits(data), message.seen, following, now)
         for index, (set_id, request) in enumerate(message.requests):
-            if request.type == RequestType.JOIN:
-                # A refused join does not count; the rank can call it again.
-                if not request.error:
-                    self._join(senders, following, now)
-                continue
-            founding = set_id == FOUNDING
-            if (
-                table := self._founding_of(request, senders)
-                if founding
-                else self._table(set_id, message.seen)
-            ):
-                if message.sites:
-                    table.sites.note(request.name, senders.ranks, message.sites[index])
-                table.submit(senders, request, following, now)
+            site = message.sites[index] if message.sites else ""
+            if request.type != RequestType.JOIN:
+                self._submit(senders, set_id, request, site, message.seen, now)
+            elif not request.error:  # a refused join does not count; the rank can call it again
+                self._join(senders, following, now)
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
 
+    def _submit(
+        self, senders: Senders, set_id: int, request: Request, site: str, seen: int, now: float
+    ) -> None:
+        if set_id == FOUNDING:
+            table: MessageTable | None = self._founding_of(request, senders)
+            self._touched_founding[request.name] = None
+        else:
+            table = self._table(set_id, seen)
+            self._touched.add(set_id)
+        if table is not None:
+            table.sites.note(request.name, senders.ranks, site)
+            table.submit(senders, request, self._sequence + 1, now)
+
     def _join(self, senders: Senders, following: int, now: float) -> None:
         """Count ranks as ready in each of their sets, until all ranks have joined."""
+        self._touched.update(self._sets)
+        self._touched_founding.update(dict.fromkeys(self._founding))
         for table in (*self._sets.values(), *self._founding.values()):
             if ranks := senders.ranks & table.members:
                 table.join(ranks, following, now)
@@ -209,17 +263,20 @@ class Coordinator:
         """Let the ranks submit by message the cached tensors for which a rank has long waited."""
         for set_id, data in message.slots.items():
             if set_id in self._sets:
+                self._touched.add(set_id)
                 self._sets[set_id].recall(bytes_to_bits(data))
 
     def recall_all(self) -> None:
         """Let the ranks submit by message all cached tensors that they submit or have submitted."""
-        for table in self._sets.values():
-            table.recall()
+        self._touched.update(self._agreeing)
+        for set_id in self._agreeing:
+            self._sets[set_id].recall()
 
     def withdraw(self, process_set: int, prefix: str, error: ErrorInfo) -> None:
         """Give the tensors whose names begin so back to the ranks that have submitted them, with an error."""
         if table := self._sets.get(process_set):
             table.withdraw(prefix, error)
+            self._touched.add(process_set)
             self._changed = True
 
     def tune(self, tuning: Tuning) -> None:
@@ -244,7 +301,7 @@ class Coordinator:
 
     def wanted_slots(self) -> int:
         """Return how many slots a response cache needs that has too few for the tensors of a step; or 0."""
-        return max(table.cache.wanted for table in self._sets.values())
+        return self._wanted_slots
 
     def respond(self) -> ResponseList | None:
         """Return the next response list, or None while nothing is ready.
@@ -255,20 +312,20 @@ class Coordinator:
             return None
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
+        for set_id in self._removed:
+            self._ids.give_back(set_id)
         self._removed.clear()
-        for set_id, table in sorted(self._sets.items()):
-            if set_id not in self._sets:  # an earlier response has removed it
-                continue
-            # Only members count: other ranks never send bits of this set, and may stay silent for ever.
-            table.cache.forget(self._seen.by_all(table.members))
-            if bits := table.take_hits():
-                cached[set_id] = bits_to_bytes(bits)
-            for response in table.take_responses():
-                responses.extend(self._with_sets(response))
-        for name, table in list(self._founding.items()):
-            for response in table.take_responses():
-                responses.extend(self._with_sets(response))
-            if table.is_idle:
+        touched, self._touched = self._touched, set()
+        self._undelegated |= touched
+        for set_id in sorted(touched):
+            if table := self._sets.get(set_id):  # an earlier response may have removed it
+                if bits := self._look_for_hits(table):
+                    cached[set_id] = bits_to_bytes(bits)
+                responses += self._responses_of(table)
+        founding, self._touched_founding = self._touched_founding, {}
+        for name in founding:
+            responses += self._responses_of(self._founding[name])
+            if self._founding[name].is_idle:
                 del self._founding[name]
         if self._last_joined >= 0:  # behind all calls that ranks take part in while they have joined
             responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), value=self._last_joined))
@@ -276,8 +333,9 @@ class Coordinator:
         if not (cached or responses or self._stop or self._tuning or self._timeline):
             self._changed = False
             return None
-        for table in self._sets.values():
-            table.delegate()
+        for set_id in sorted(self._undelegated & self._sets.keys()):
+            self._sets[set_id].delegate()
+        self._undelegated.clear()
         self._sequence += 1
         self._ended = self._stop is not None
         stop, self._stop = self._stop, None
@@ -285,8 +343,23 @@ class Coordinator:
         order, self._timeline = self._timeline, None
         return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, tuning, order)
 
+    def _look_for_hits(self, table: MessageTable) -> int:
+        # Only members count: other ranks never send bits of this set, and may stay silent for ever.
+        table.cache.forget(self._seen.by_all(table.members))
+        self._wanted_slots = max(self._wanted_slots, table.cache.wanted)
+        return table.take_hits()
+
+    def _responses_of(self, table: MessageTable) -> list[Response]:
+        """Return the responses of a table that are due; note whether a tensor of its set still waits."""
+        due = [each for response in table.take_responses() for each in self._with_sets(response)]
+        if table.has_pending and table.set_id in self._sets:
+            self._waiting.add(table.set_id)
+        else:
+            self._waiting.discard(table.set_id)
+        return due
+
     def audience(self, message: ResponseList) -> int:
-        """Return the ranks that need a response list, as a bit vector.
+        """Return the ranks that need the response list that was built last, as a bit vector.
 
         Messages for a busy rank pile up in MPI, so it must not get the lists of sets that it is no member of.
         The meaning of a slot goes to all members of its set, so a rank that misses other sets' lists still
@@ -294,11 +367,14 @@ class Coordinator:
         """
         sets = {*message.cached, *(response.process_set for response in message.responses)}
         for_all = message.stop is not None or message.tuning is not None or message.timeline is not None
-        if for_all or not sets <= self._sets.keys():
+        if for_all:
             sets.add(GLOBAL_SET)
         ranks = 0
-        for set_id in sets & self._sets.keys():
-            ranks |= self._sets[set_id].members
+        for set_id in sets - {FOUNDING}:
+            table = self._sets.get(set_id)
+            ranks |= self._removed[set_id] if table is None else table.members
+        for response in message.responses if FOUNDING in sets else ():
+            ranks |= bits_of(response.only)
         return ranks
 
     def stalled(self, now: float = 0.0) -> list[Stalled]:
@@ -309,10 +385,13 @@ class Coordinator:
         """
         if self._ended:
             return []
+        may_wait = sorted((self._touched | self._waiting | self._agreeing) & self._sets.keys())
+        # A look may recall turn slots.
+        self._undelegated |= self._agreeing
         founding = [(GLOBAL_SET, each) for each in self._founding.values()]
         tensors = [
             Stalled(i, name, since, submitted, missing)
-            for i, each in [*sorted(self._sets.items()), *founding]
+            for i, each in [*((i, self._sets[i]) for i in may_wait), *founding]
             for name, since, submitted, missing in each.pending(now)
         ]
         return tensors or self._open_join()
@@ -321,8 +400,7 @@ class Coordinator:
         everyone = self._sets[GLOBAL_SET]
         if not everyone.joined:
             return []
-        since = max(each.last_submission for each in self._sets.values())
-        return [Stalled(GLOBAL_SET, JOIN_NAME, since, everyone.joined, everyone.live)]
+        return [Stalled(GLOBAL_SET, JOIN_NAME, self._last_submission, everyone.joined, everyone.live)]
 
     def _table(self, set_id: int, seen: int) -> MessageTable | None:
         """Return a set's table; None if the rank means a removed set, whose id may be in use again."""
@@ -335,16 +413,13 @@ class Coordinator:
         if response.error is not None:
             return [response]
         if request.type == RequestType.ADD_PROCESS_SET:
-            set_id = next(i for i in itertools.count(1) if i not in self._sets and i not in self._removed)
+            set_id = self._ids.take()
             added = self._add_set(set_id, request.ranks, self._sequence + 1)
             added.live &= self._sets[GLOBAL_SET].live  # a rank may have submitted the addition, then joined
             founders = request.ranks if response.process_set == FOUNDING else ()
             return [Response(request, response.process_set, value=set_id, only=founders)]
         if request.type == RequestType.REMOVE_PROCESS_SET:
-            removed = self._sets.pop(request.ranks[0], None)
-            if removed is None:
-                raise InternalError(f"process set {request.ranks[0]} was removed twice")
-            self._removed.add(removed.set_id)
+            removed = self._remove_set(request.ranks[0])
             gone = ErrorInfo(ErrorKind.SHUT_DOWN, f"process set {removed.set_id} has been removed")
             return [*removed.take_responses(), *removed.abort(gone), response]
         return [response]

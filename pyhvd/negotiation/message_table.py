@@ -264,6 +264,16 @@ class MessageTable:
         return not (self._entries or self._failed.by_key or self._responses)
 
     @property
+    def has_pending(self) -> bool:
+        """Whether a tensor waits for a rank by message; the ready table may have marks besides."""
+        return bool(self._entries or self._hits.by_ranks)
+
+    @property
+    def is_delegating(self) -> bool:
+        """Whether the ranks may agree on cached tensors in the ready table."""
+        return self._delegation is not None
+
+    @property
     def joined(self) -> int:
         """The members that have joined, as a bit vector."""
         return self.members & ~self.live

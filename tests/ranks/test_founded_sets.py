@@ -131,6 +131,7 @@ def test_a_set_of_all_ranks(fast: bool, made: list[tuple[int, ...]]) -> None:
         assert hvd.remove_process_set(sets[1])
         assert {_sum(each)[0] for each in [sets[0], sets[2], hvd.global_process_set]} == {1}
         assert hvd.rank() == 0 or made == [(0, 1)]
+        hvd.barrier()
 
     _on(2, body, fast)
 

@@ -298,6 +298,8 @@ class Network:
     def check_no_residue(self) -> None:
         """Check that nothing is in flight, and that only the cache remembers anything."""
         assert not self.coordinator.stalled()
+        assert not self.coordinator._founding
+        assert not self.coordinator._waiting
         for rank in self.ranks:
             assert not rank.in_flight
             assert not rank.worker._in_flight

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from msgspec import structs
 
 from pyhvd.dtypes import Code
-from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
+from pyhvd.negotiation.messages import FOUNDING, GLOBAL_SET, ErrorKind, Request, RequestType
 from tests.thinning import examples
 from tests.unit.native.fast_path_simulation import FastPathNetwork
 from tests.unit.negotiation.simulation import Done, Network, Ranks, TreeNetwork, allreduce, tensor
@@ -32,7 +32,6 @@ UNITS = (*((name, 0) for name in "abcde"), ("g", 2), ("i", 3), ("h", 2), ("k", 1
 """Names of tensors, with size 0, and of grouped calls, with their sizes."""
 ROWS_DIFFER = (RequestType.ALLGATHER, RequestType.ALLTOALL)
 NEEDS_ALL = (RequestType.ALLTOALL, RequestType.BARRIER)
-GLOBAL = 0
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,16 @@ class Join:
 
 @dataclass(frozen=True)
 class Add:
-    """Every rank adds a process set."""
+    """Every rank adds a process set, or only its members ``found`` it."""
 
     ranks: frozenset[int]
+    found: bool
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class Remove:
-    """Every rank removes a process set; rank r has made its calls except the first ``skip[r]``."""
+    """Who has made a process set removes it; rank r has made its calls except the first ``skip[r]``."""
 
     set: int
     calls: list[Call]
@@ -134,7 +135,7 @@ steps = st.lists(
     windows
     | windows
     | st.builds(Join, some_calls, st.lists(st.integers(0, 6), min_size=4, max_size=4))
-    | st.builds(Add, st.frozensets(small, min_size=1))
+    | st.builds(Add, st.frozensets(small, min_size=1), st.booleans())
     | st.builds(Remove, small, some_calls, st.dictionaries(small, st.integers(0, 6))),
     max_size=6,
 )
@@ -179,6 +180,7 @@ class Program:
         static = [ranks for s in sets if (ranks := _within(s, size)) != world]
         self.members: list[Ranks] = [world, *static]
         self.live = list(range(len(self.members)))
+        self.founded: set[int] = set()
         self.network = network(size, capacity, static)
         self.submissions: dict[Unit, dict[int, list[Submission]]] = {}
         self.removed: set[tuple[int, int]] = set()
@@ -190,9 +192,12 @@ class Program:
     def _resolve(self, step: Step) -> Iterator[Step]:
         """Yield the step with its random numbers mapped to existing sets; yield nothing if none fits."""
         if isinstance(step, Add):
-            self.members.append(_within(step.ranks, len(self.members[GLOBAL])))
-            self.live.append(len(self.members) - 1)
-            yield step
+            self.members.append(_within(step.ranks, len(self.members[GLOBAL_SET])))
+            number = len(self.members) - 1
+            self.live.append(number)
+            if step.found:
+                self.founded.add(number)
+            yield replace(step, number=number)
         elif isinstance(step, Remove):
             if len(self.live) > 1:
                 gone = self.live.pop(1 + step.set % (len(self.live) - 1))
@@ -236,19 +241,23 @@ class Program:
                 firsts = {(call.set, call.unit): call for call in reversed(player.todo)}
                 may = [call for call in firsts.values() if self._may(player, call)]
                 return [partial(self._call, player, call) for call in reversed(may)]
-            if not isinstance(step, Window) and player.change is None:
+            takes_part = self._takes_part(player, step)
+            if takes_part and player.change is None:
                 return [partial(self._make_change, player, step)]
             if self._waits(player, step):
                 return []
             if isinstance(step, Add) and player.change:
-                player.ids[self._new_set(player)] = player.change[0].response.value
+                player.ids[step.number] = player.change[0].response.value
             player.steps.pop(0)
             player.todo = player.change = None
         return []
 
-    def _new_set(self, player: Player) -> int:
-        added = [i for i in range(len(self.members)) if i not in player.ids]
-        return added[0]
+    def _takes_part(self, player: Player, step: Step) -> bool:
+        """Return whether a step is, for this rank, a join or a change of the process sets."""
+        if isinstance(step, (Add, Remove)):
+            number = step.number if isinstance(step, Add) else step.set
+            return number not in self.founded or player.rank in self.members[number]
+        return isinstance(step, Join)
 
     def _waits(self, player: Player, step: Step) -> bool:
         if player.change is not None:
@@ -291,18 +300,20 @@ class Program:
             player.pending.append((len(requests), ends))
 
     def _make_change(self, player: Player, step: Step) -> None:
-        number = len(player.steps)
+        number, where = len(player.steps), GLOBAL_SET
         if isinstance(step, Join):
             request = Request(RequestType.JOIN, "join.noname")
         elif isinstance(step, Add):
             ranks = _within(step.ranks, self.network.size)
             request = Request(RequestType.ADD_PROCESS_SET, f"add.{number}", ranks=ranks)
+            where = FOUNDING if step.found else GLOBAL_SET
         else:
             assert isinstance(step, Remove)
             ids = (player.ids[step.set],)
             self.removed.add((step.set, self.network.ranks[player.rank].epoch))
             request = Request(RequestType.REMOVE_PROCESS_SET, f"remove.{number}", ranks=ids)
-        player.change = self.network.submit(player.rank, [request])
+            where = ids[0] if step.set in self.founded else GLOBAL_SET
+        player.change = self.network.submit(player.rank, [request], where)
 
     # -- judging -------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pyhvd.errors import InternalError
-from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType
+from pyhvd.negotiation.message_table import MessageTable
+from pyhvd.negotiation.messages import FOUNDING, ErrorInfo, ErrorKind, Request, RequestType
 from tests.unit.negotiation.simulation import Network, Ranks, allreduce, grouped
 
 GONE = ErrorInfo(ErrorKind.SHUT_DOWN, "process set 1 has been removed")
@@ -32,6 +33,75 @@ def test_ids_are_the_lowest_that_are_free() -> None:
     assert add(network, (2,), "third") == 2
     assert network.ranks[0].worker.sets == {0: (0, 1, 2), 1: (0, 1), 2: (2,), 3: (0, 2)}
     network.check_all()
+
+
+def found(network: Network, ranks: Ranks, key: str) -> int:
+    """Let the members make a set alone; return its id."""
+    request = Request(RequestType.ADD_PROCESS_SET, key, ranks=ranks)
+    ends = [network.submit(rank, [request], FOUNDING) for rank in ranks]
+    network.settle()
+    (set_id,) = {end[0].response.value for end in ends if end}
+    return set_id
+
+
+def test_lists_about_a_founded_set_go_to_its_members_alone() -> None:
+    network = Network(4)
+    set_id = found(network, (1, 3), "key")
+    network.everywhere([allreduce("x")])
+    for rank in (1, 3):
+        network.submit(rank, [allreduce("x")], set_id)
+        network.submit(rank, [removal(set_id)], set_id)
+    network.settle()
+    heard = [[response.request.name for _, response in rank.history] for rank in network.ranks]
+    assert heard[0] == heard[2] == ["x"]
+    assert heard[1] == heard[3] == ["key", "x", "x", "process_set.remove.1"]
+    assert found(network, (0, 1), "key") == set_id
+    network.check_all()
+
+
+def test_members_that_disagree_and_the_missing_one_get_the_error() -> None:
+    network = Network(3)
+    ends = []
+    for rank, ranks in ((1, (0, 1)), (2, (0, 1, 2)), (0, (0, 1, 2))):
+        request = Request(RequestType.ADD_PROCESS_SET, "key", ranks=ranks)
+        ends.append(network.submit(rank, [request], FOUNDING))
+        network.send(rank)
+        network.deliver_up(rank)
+        network.respond()
+    network.settle()
+    for end in ends:
+        assert end
+        assert end[0].response.error is not None
+        assert end[0].response.error.kind == ErrorKind.MISMATCH
+        assert end[0].response.error.per_rank == {1: "[0, 1]", 2: "[0, 1, 2]"}
+    network.check_all()
+
+
+def test_idle_sets_cost_a_list_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network(3, sets=[(0, 1)])
+    for number in range(20):
+        found(network, (number % 3,), f"key.{number}")
+    looks: list[tuple[str, int]] = []
+
+    def watch(name: str) -> None:
+        works = getattr(MessageTable, name)
+
+        def watched(self: MessageTable, *args: object) -> object:
+            looks.append((name, self.set_id))
+            return works(self, *args)
+
+        monkeypatch.setattr(MessageTable, name, watched)
+
+    for name in ("take_hits", "take_responses", "delegate", "pending"):
+        watch(name)
+    for rank in (0, 1):
+        network.submit(rank, [allreduce("x")], 1)
+        network.send(rank)
+        network.deliver_up(rank)
+        network.respond()
+        network.coordinator.stalled()
+    assert {set_id for _, set_id in looks} == {1}
+    assert len(network.down[0]) == 1
 
 
 def test_a_set_works_in_the_same_moment_on_every_member() -> None:
