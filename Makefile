@@ -183,8 +183,8 @@ bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors,
 	.venv-spark/bin/python -m benchmarks spark $(ARGS)
 
 .PHONY: bench-torch
-bench-torch: .venv-spark/.bench .venv-spark/.torch ## steps with torch, against DDP over gloo, into benchmarks/results; installs torch
-	.venv-spark/bin/python -m benchmarks torch torch_memory results $(ARGS)
+bench-torch: .venv-spark/.bench .venv-spark/.torch ## steps with torch, and torch.distributed over pyhvd, against gloo, into benchmarks/results (ARGS="torchdist": that one)
+	.venv-spark/bin/python -m benchmarks $(if $(filter-out -%,$(firstword $(ARGS))),,torch torchdist torch_memory results) $(ARGS)
 
 .PHONY: bench-elastic
 bench-elastic: .venv-spark/.bench .venv-spark/.torch ## how fast elastic jobs go on after a fault; installs torch

@@ -197,6 +197,11 @@ def start_gloo(world: World) -> Any:
     if importlib.util.find_spec("torch") is None:
         world.note("torch.distributed gloo: torch is not installed")
         return None
+    return start_torch_distributed(world, "gloo")
+
+
+def start_torch_distributed(world: World, backend: str) -> Any:
+    """Return torch.distributed; make its default group of a backend if there is none."""
     torch: Any = importlib.import_module("torch")
     distributed: Any = importlib.import_module("torch.distributed")
     if not distributed.is_initialized():
@@ -205,14 +210,14 @@ def start_gloo(world: World) -> Any:
         folder = world.comm.bcast(tempfile.mkdtemp(prefix="bench-") if world.rank == 0 else "")
         store = os.path.join(folder, "store")
         distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size
+            backend, init_method=f"file://{store}", rank=world.rank, world_size=world.size
         )
-        atexit.register(_end_gloo, distributed, folder)
+        atexit.register(_end_torch_distributed, distributed, folder)
     return distributed
 
 
-def _end_gloo(distributed: Any, folder: str) -> None:
-    """End gloo's threads before the interpreter ends, and after every peer is done with them."""
+def _end_torch_distributed(distributed: Any, folder: str) -> None:
+    """End its threads before the interpreter ends, and after every peer is done with them."""
     distributed.barrier()
     distributed.destroy_process_group()
     shutil.rmtree(folder, ignore_errors=True)

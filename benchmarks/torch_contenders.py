@@ -144,12 +144,12 @@ def _in_shared_memory(parameters: list[Any]) -> tuple[Any, list[Any]]:
     return memory, [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
 
 
-def ddp_step(world: World, name: str, make: Make, as_views: bool) -> list[Contender]:
-    """Return the contender of DistributedDataParallel, whose backward pass reduces."""
+def ddp_step(world: World, name: str, make: Make, as_views: bool, group: Any = None) -> list[Contender]:
+    """Return the contender of DistributedDataParallel, whose backward pass reduces, over gloo or a group."""
     if peers.start_gloo(world) is None:
         return []
     model = make()
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=as_views)
+    parallel = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=as_views)
     return [replace(step_of(model, parallel, optimizer_of(model)), name=name)]
 
 
