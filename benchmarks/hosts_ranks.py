@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 import pyhvd as hvd
-from benchmarks import hosts_verbs, peers, waiting
+from benchmarks import hosts_torchdist, hosts_verbs, peers, waiting
 from benchmarks.harness import OURS, Case, Contender, Outcome, Plan, World, interleave
 from benchmarks.machine import CorePair, describe_machine, mpi_short
 from benchmarks.mpi import MPI
@@ -216,6 +216,11 @@ def every_verb(bench: Bench) -> Iterator[Case]:
     return hosts_verbs.cases(bench.world, bench.rails, tiny=bench.tiny, slow=bench.slow)
 
 
+def torch_distributed(bench: Bench) -> Iterator[Case]:
+    """torch.distributed over pyhvd and gloo."""
+    return hosts_torchdist.cases(bench.world, tiny=bench.tiny)
+
+
 CASES: dict[str, Callable[[Bench], Iterator[Case]]] = {
     # First: its repetitions need an empty response cache, or they would also measure evictions.
     "first": first_step,
@@ -225,6 +230,7 @@ CASES: dict[str, Callable[[Bench], Iterator[Case]]] = {
     "resnet": resnet,
     "busy": computing,
     "verbs": every_verb,
+    "torchdist": torch_distributed,
 }
 
 
