@@ -130,11 +130,16 @@ cdef class Turns:
             signature.digest = digest
             self.last_id += 1
             signature.id = self.last_id
-            signature.meaning.count = signature.like.c.starts[len(tensors)] if grouped else tensor.length()
+            if dtype < 0:
+                signature.meaning.count = 0  # a barrier has no elements
+            elif grouped:
+                signature.meaning.count = signature.like.c.starts[len(tensors)]
+            else:
+                signature.meaning.count = tensor.length()
             signature.meaning.prescale = prescale
             signature.meaning.postscale = postscale
-            signature.meaning.dtype = dtype
-            signature.meaning.op = op
+            signature.meaning.dtype = max(dtype, 0)
+            signature.meaning.op = max(op, 0)
             signature.meaning.direct = direct
             tensor.describe(&signature.meaning)
             signature.like.turns = self
@@ -171,8 +176,8 @@ cdef class Turns:
             return self.last.next.like
 
     cdef list candidates(self, int verb, object tensor, bint grouped):
-        """Return the signatures that a call may have; ``tensor`` is its first one."""
-        cdef object shape = getattr(tensor, "shape", None)
+        """Return the signatures that a call may have; ``tensor`` is its first one, None of a barrier."""
+        cdef object shape = () if tensor is None else getattr(tensor, "shape", None)
         if not isinstance(shape, tuple):
             return []
         with cython.critical_section(self):

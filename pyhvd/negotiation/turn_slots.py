@@ -31,6 +31,7 @@ _KINDS = frozenset(
         RequestType.BROADCAST,
         RequestType.ALLTOALL,
         RequestType.REDUCESCATTER,
+        RequestType.BARRIER,
     )
 )
 _encoder = msgspec.msgpack.Encoder()

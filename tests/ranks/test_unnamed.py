@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.api.collectives import start_move
 from pyhvd.engine.context import current
+from pyhvd.native.shared_memory import BARRIER
 from pyhvd.negotiation.delegation import Delegation
 from pyhvd.testing import RanksFailed, run_ranks
 
@@ -38,6 +41,11 @@ def on(request: pytest.FixtureRequest) -> On:
 
 def _start(n: int, value: float = 1.0, **how: Any) -> hvd.Handle:
     return hvd.allreduce_async(np.full(n, value, np.float32), op=hvd.Sum, **how)
+
+
+def _start_barrier() -> hvd.Handle:
+    handle: hvd.Handle = start_move(BARRIER, 0, None, None, None, hvd.global_process_set)
+    return handle
 
 
 def _is_fast(handle: hvd.Handle) -> bool:
@@ -96,6 +104,49 @@ def test_all_verbs_are_remembered(on: On) -> None:
             assert np.array_equal(got[5][0], np.concatenate([e[first : first + rank + 1] for e in every]))
             assert np.array_equal(got[6], total[2 * rank : 2 * rank + 2])
 
+    on(3, body)
+
+
+def test_barriers_are_remembered(on: On) -> None:
+    def body() -> None:
+        late = 0.0
+        for turn in range(150):
+            handle = _start_barrier()
+            assert _is_fast(handle) == (turn > 0)
+            if turn % 3:
+                late += _start(4, turn).result()[0]
+            handle.result()
+        assert late == hvd.size() * sum(turn for turn in range(150) if turn % 3)
+
+    on(2, body)
+    on(3, body)
+
+
+def test_a_barrier_waits_for_every_rank(on: On) -> None:
+    def body() -> None:
+        for _ in range(2):
+            _start_barrier().result()
+        began = time.monotonic()
+        if hvd.rank() == 1:
+            time.sleep(0.2)
+        _start_barrier().result()
+        assert time.monotonic() - began >= 0.2
+
+    on(2, body)
+
+
+def test_a_barrier_does_not_meet_an_allreduce(on: On) -> None:
+    def body() -> None:
+        for _ in range(2):
+            _start_barrier().result()
+            _start(4).result()
+        with pytest.raises(hvd.MismatchError):
+            (_start_barrier() if hvd.rank() else _start(4)).result()
+        for _ in range(3):
+            _start_barrier().result()
+            assert _start(4).result().tolist() == [hvd.size()] * 4
+
+    on(2, body)
     on(3, body)
 
 
