@@ -32,7 +32,7 @@ NAMED, OBJECTS = "pyhvd, named", "mpi4py, lower case"
 
 
 @dataclass
-class Work:
+class VerbWork:
     """The arrays of one verb and size on one rank, and its call by either library.
 
     Attributes
@@ -49,7 +49,7 @@ class Work:
     wanted: Array
 
     @classmethod
-    def of(cls, world: World, verb: str, nbytes: int) -> Work:
+    def of(cls, world: World, verb: str, nbytes: int) -> VerbWork:
         """Return the work of a verb on float32 arrays."""
         size, rank = world.size, world.rank
         part = max(nbytes // 4 // size, 1)
@@ -130,7 +130,7 @@ def array_cases(world: World, sizes: Sequence[int], chosen: Sequence[str] = VERB
     ways = {MPI_CALL: world.comm, **_xhc(world)}
     for nbytes in sizes:
         for verb in chosen:
-            work = Work.of(world, verb, nbytes)
+            work = VerbWork.of(world, verb, nbytes)
             contenders = [work.contender(SYNCHRONOUS, work.by_pyhvd(f"verbs.{verb}.{nbytes}"), OURS)]
             contenders += [work.contender(name, work.by_mpi(comm), "peer") for name, comm in ways.items()]
             yield Case(label(verb, nbytes), work.nbytes, contenders)

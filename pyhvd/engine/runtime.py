@@ -161,9 +161,8 @@ class Runtime:
             fabric = backends[GLOBAL_SET].fabric
             self._fast_path = FastPathAdapter(fast_path, parts.arena, fabric, worker, self.queue, self.meter)
         self._executor = Executor(
-            self.where, self.queue, backends, worker.sets, self.meter, self._fast_path, self._hooks,
-            config,
-        )  # fmt: skip
+            self.where, self.queue, backends, worker.sets, self.meter, self._fast_path, self._hooks, config
+        )
         self._recorder.members = worker.sets
         self._shutdown_barrier = ShutdownBarrier(control)
         self._abandoned = self.broken = False

@@ -45,18 +45,18 @@ class PointToPoint:
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._tag_bits = (cast(int, self._comm.Get_attr(MPI.TAG_UB)) >> _GROUP_BITS).bit_length()
 
-    def send(self, memory: Any, rank: int, set_id: int, tag: int) -> Request:
+    def send(self, memory: Any, rank: int, set_id: int, tag: int) -> Transfer:
         """Start to send contiguous memory to a rank of the job."""
         made = self._comm.Isend(self._buffer(memory), rank, self._tag(set_id, tag))
-        return Request(made, f"send to rank {rank} with tag {tag}", [rank], self._context)
+        return Transfer(made, f"send to rank {rank} with tag {tag}", [rank], self._context)
 
-    def receive(self, memory: Any, rank: int | None, others: list[int], set_id: int, tag: int) -> Request:
+    def receive(self, memory: Any, rank: int | None, others: list[int], set_id: int, tag: int) -> Transfer:
         """Start to receive into contiguous memory; None is any of the ``others``."""
         source = self._mpi.ANY_SOURCE if rank is None else rank
         made = self._comm.Irecv(self._buffer(memory), source, self._tag(set_id, tag))
         if rank is None:
-            return Request(made, f"receive from any rank with tag {tag}", others, self._context)
-        return Request(made, f"receive from rank {rank} with tag {tag}", [rank], self._context)
+            return Transfer(made, f"receive from any rank with tag {tag}", others, self._context)
+        return Transfer(made, f"receive from rank {rank} with tag {tag}", [rank], self._context)
 
     def _tag(self, set_id: int, tag: int) -> int:
         if not 0 <= tag < 1 << self._tag_bits or set_id >= 1 << _GROUP_BITS:
@@ -71,7 +71,7 @@ class PointToPoint:
         return [self._mpi.memory.fromaddress(memory.data_ptr(), nbytes), self._mpi.BYTE]
 
 
-class Request:
+class Transfer:
     """One send or receive, as a :class:`Work` takes it.
 
     Parameters
@@ -134,7 +134,7 @@ class Request:
     def flush(self) -> None:
         """Do nothing: it has been started."""
 
-    def add_done_callback(self, callback: Callable[[Request], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call ``callback(request)`` at the end, on a thread of its own."""
 
         def wait() -> None:
@@ -168,7 +168,7 @@ class Request:
 class _PeerWatch:
     """Ends a wait for a peer that is lost; warns of a long one, or ends it, as the stall check does."""
 
-    def __init__(self, request: Request, context: Context) -> None:
+    def __init__(self, request: Transfer, context: Context) -> None:
         config = context.config
         self._request, self._context = request, context
         off = config.stall_check_disable or not config.stall_check_time_seconds
@@ -194,7 +194,7 @@ class _PeerWatch:
 class ReceiveWork(Work):
     """The promise of a received tensor, which knows its sender."""
 
-    request: Request
+    request: Transfer
     ranks: list[int]
 
     def source_rank(self) -> int:
