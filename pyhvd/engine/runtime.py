@@ -153,9 +153,8 @@ class Runtime:
         )
         self._rounds = None if coordinator is None else RoundKeeper(coordinator, self.where, control.send)
         self._node = Node(
-            control.tree, worker, coordinator, control.send,
-            self._announce, self._take_aside, self._hooks,
-        )  # fmt: skip
+            control.tree, worker, coordinator, control.send, self._announce, self._take_aside, self._hooks
+        )
         self._fast_path: FastPathAdapter | None = None
         if fast_path is not None:
             fabric = backends[GLOBAL_SET].fabric

@@ -5,7 +5,7 @@
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
 
-The tests of a session share jobs, as those of :func:`tests.mpi.harness.on_ranks` do: torch takes seconds to start.
+The tests of a session share jobs, as those of :func:`tests.mpi.harness.on_ranks` do: torch starts slowly.
 """
 
 from __future__ import annotations
