@@ -206,7 +206,7 @@ class DataPath:
         return Cost(seconds, link, cpu, latency)
 
 
-class _Work:
+class _TimedMoves:
     """The work of one batch, on `hosts` hosts with `local` ranks each: `p` ranks."""
 
     def __init__(self, path: DataPath, hosts: int, local: int, nbytes: int, tensors: int) -> None:
@@ -246,7 +246,7 @@ class _Work:
             yield rest
 
 
-class _SimulatedLinks(_Work):
+class _SimulatedLinks(_TimedMoves):
     """A window on each host, and links between hosts."""
 
     def barrier(self) -> Iterable[_Stretch]:
@@ -385,7 +385,7 @@ class _SimulatedLinks(_Work):
         return _Chunks(count, cpu, wire / count, int(wire > 0))
 
 
-class _Mpi(_Work):
+class _Mpi(_TimedMoves):
     """MPI for all bytes, as there are too many hosts for links: pieces follow one another."""
 
     def barrier(self) -> Iterable[_Stretch]:
