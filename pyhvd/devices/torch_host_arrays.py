@@ -76,7 +76,28 @@ class TorchHostLibrary:
             in_memory = in_memory.view(torch.int16)
         elif not info.ops:
             in_memory = in_memory.view(getattr(torch, BY_CODE[info.code].name))
-        return TensorView(in_memory.numpy(), info, home, library=self, owner=owner, layout=layout)
+        return TensorView(_as_array(in_memory), info, home, library=self, owner=owner, layout=layout)
+
+
+class _Memory:
+    """A tensor's memory, as NumPy takes it. ``Tensor.numpy()`` would forbid ``resize_()`` on the storage."""
+
+    def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": dtype.str,
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _as_array(tensor: Any) -> np.ndarray[Any, Any]:
+    """Return a contiguous tensor's memory as an array, which keeps the tensor."""
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), dtype)
+    return np.asarray(_Memory(tensor, dtype))
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int]) -> str:

@@ -59,6 +59,24 @@ def test_every_dtype_and_shape(fast: bool, dtype: torch.dtype, shape: tuple[int,
     _on(2, fast, body)
 
 
+@LANES
+def test_a_tensor_that_was_reduced_can_still_be_resized(fast: bool) -> None:
+    """FSDP frees the storage of its parameters after it has gathered them, and enlarges it again."""
+
+    def body() -> None:
+        tensor = torch.ones(4)
+        for _ in range(3):
+            hvd.allreduce_(tensor, name="x", op=hvd.Sum)
+            hvd.broadcast_(tensor, 0, name="y")
+            storage = tensor.untyped_storage()
+            storage.resize_(0)
+            storage.resize_(16)
+            tensor.fill_(1.0)
+        tensor.resize_(8)
+
+    _on(2, fast, body)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_dtypes_that_torch_cannot_add(dtype: torch.dtype) -> None:
     def body() -> list[Any]:
