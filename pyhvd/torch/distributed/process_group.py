@@ -48,6 +48,7 @@ from pyhvd.torch.distributed.tensors import (
     store_rows,
     store_sparse,
 )
+from pyhvd.torch.distributed.untraced import untraced
 from pyhvd.torch.distributed.work import Work, end_now, join_works, make_work
 from pyhvd.torch.sparse import sparse_allreduce_async
 
@@ -62,6 +63,7 @@ class _BackendFacts:
     supports_time_estimate = False
 
 
+@untraced
 class ProcessGroup(dist.ProcessGroup):
     """A group of ranks; torch makes it by :func:`pyhvd.torch.distributed.backend.create`.
 

@@ -23,12 +23,14 @@ import torch.distributed as dist
 from pyhvd.errors import HorovodInternalError, copy_error
 from pyhvd.torch.distributed.errors import CollectiveError, CollectiveTimeoutError
 from pyhvd.torch.distributed.tensors import Store
+from pyhvd.torch.distributed.untraced import untraced
 from pyhvd.torch.handles import CombinedHandle
 
 _KEEPS_NO_WORK = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 """Whether torch's C++ code refers to a Work without keeping its Python object."""
 
 
+@untraced
 class Work(dist.Work):
     """The promise of one collective; made by :func:`make_work`.
 
