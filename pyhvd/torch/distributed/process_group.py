@@ -42,6 +42,7 @@ from pyhvd.torch.distributed.tensors import (
     listed,
     store_each,
     store_flat,
+    store_part,
     store_parts,
     store_placed,
     store_received,
@@ -53,6 +54,8 @@ from pyhvd.torch.distributed.work import Work, end_now, join_works, make_work
 from pyhvd.torch.sparse import sparse_allreduce_async
 
 _NO_TIME = timedelta(0)
+_SMALL_SCATTER = 4 << 20
+"""A scatter of at most so many bytes in all is a broadcast of which each rank takes its part."""
 
 
 class _BackendFacts:
@@ -271,12 +274,19 @@ class ProcessGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0) -> Work:
         """Give each rank one of the root's tensors."""
-        outputs = listed(outputs)
-        if _root_of(opts) == self._rank:
+        outputs, root = listed(outputs), _root_of(opts)
+        own, is_root = flat(outputs[0]), root == self._rank
+        n = own.numel()
+        sent, splits = own[:0], [0] * self._size
+        if is_root:
             sent, splits = flat_parts(inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs)
-        else:
-            sent, splits = flat(outputs[0])[:0], [0] * self._size
-        return self._move(ALLTOALL, 0, sent, splits, opts, outputs, partial(store_received, outputs))
+        # Ranks whose splits differ agree by messages, which takes longer than to move some more bytes.
+        if self._size * own.nbytes > _SMALL_SCATTER or (is_root and splits != [n] * self._size):
+            return self._move(ALLTOALL, 0, sent, splits, opts, outputs, partial(store_received, outputs))
+        whole = sent if is_root else own.new_empty(n * self._size)
+        part = whole[self._rank * n : (self._rank + 1) * n]
+        store = partial(store_part, outputs[0], part)
+        return self._move(BROADCAST, IN_PLACE, whole, self._ranks[root], opts, outputs, store)
 
     def alltoall(self, outputs: list[Any], inputs: list[Any], opts: Any = None) -> Work:
         """Send one tensor to each rank, and receive one from each."""

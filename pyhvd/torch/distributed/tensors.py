@@ -97,6 +97,11 @@ def store_flat(tensor: Any, result: Any) -> None:
     store_parts([tensor], result)
 
 
+def store_part(tensor: Any, part: Any, _: Any) -> None:
+    """Store a part of what the call has overwritten."""
+    store_parts([tensor], part)
+
+
 def store_parts(tensors: Sequence[Any], result: Any) -> None:
     """Store a result of one dimension in several tensors, one after the other.
 
