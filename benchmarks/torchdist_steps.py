@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import torch_contenders as ways
-from benchmarks.harness import OURS, Case, Contender, World
+from benchmarks.harness import FLOOR, OURS, Case, Contender, World
 from benchmarks.mpi import MPI
 from benchmarks.questions.torch import DDP, DDP_VIEWS, PYHVD as OPTIMIZER
 from benchmarks.questions.torchdist import (
+    DDP_ALONE,
     FSDP,
     GLOO,
     GRADIENTS,
@@ -43,9 +45,26 @@ def gradients(world: World, groups: Groups) -> Case:
         ways.pyhvd_step(OPTIMIZER, make),
         *parallel(DDP, GLOO, False),
         *parallel(DDP_VIEWS, GLOO, True),
+        _without_communication(make, groups[PYHVD]),
         ways.alone_step(make),
     ]
     return Case(GRADIENTS, sum(each.nbytes for each in make().parameters()), contenders)
+
+
+def _without_communication(make: ways.Make, group: Any) -> Contender:
+    """Return the contender of DistributedDataParallel whose hook hands each bucket back."""
+
+    # torch reads the annotations, and knows none that is a string.
+    def hand_back(_, bucket):  # type: ignore[no-untyped-def]
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = make()
+    parallel = DistributedDataParallel(model, process_group=group)
+    parallel.register_comm_hook(None, hand_back)
+    made = ways.step_of(model, parallel, ways.optimizer_of(model))
+    return replace(made, name=DDP_ALONE, kind=FLOOR, check=lambda _: None)
 
 
 def layers(world: World, groups: Groups) -> Case:

@@ -6,7 +6,8 @@ which sends the tensor back. Objects are bytes, which torch pickles. The size 1 
 models: the 161 gradients of ResNet-50 under DistributedDataParallel, and ten linear layers of 256 x 256 under
 fully_shard.
 
-An empty backend's all_reduce only makes a Work: the rest of its time is torch's own.
+An empty backend's all_reduce only makes a Work: the rest of its time is torch's own. DDP with a hook that
+hands each bucket back takes the time that torch needs for the buckets themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.report import Target, show_bytes
 PYHVD, GLOO = "pyhvd", "gloo"
 EMPTY, EMPTY_SAME = "an empty backend", "an empty backend, always the same Work"
 OURS_DDP, OURS_DDP_VIEWS = "DDP over pyhvd", "DDP over pyhvd, gradients as views"
+DDP_ALONE = "DDP, a hook without communication"
 FSDP, OURS_FSDP = "fully_shard over gloo", "fully_shard over pyhvd"
 MODELS, FOUR, SMALL, MIDDLE, LARGE = 1, 4, 64, 4 << 20, 64 << 20
 ALL_REDUCE, BARRIER = "all_reduce", "barrier"
