@@ -8,6 +8,7 @@ alone make. Its key is torch's name of the group, with a number that counts how 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -47,8 +48,11 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     ------
     TransportError
         MPI has found other ranks than torch.
+    ValueError
+        The group is to have another backend too.
     """
     global _lives
+    _refuse_other_backends()
     ranks = list(options.global_ranks_in_group)
     if not ranks:  # of the default group
         _lives += 1
@@ -63,6 +67,22 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         _point_to_point(active),
         options.group_id,
     )
+
+
+def _refuse_other_backends() -> None:
+    """Raise ValueError if the group is to have another backend for another device.
+
+    A group in Python replaces all of it: torch would leave the other backend out, and say nothing. It does
+    not tell who makes one backend of the other ones; its own frame knows them.
+    """
+    frame = sys._getframe(2)
+    config = frame.f_locals.get("backend_config")
+    others = set() if config is None else {*config.get_device_backend_map().values()} - {NAME}
+    if others:
+        raise ValueError(
+            f"torch would make no backend {'/'.join(sorted(others))} beside pyhvd's: call"
+            f' init_process_group("{NAME}"), and new_group(backend="{min(others)}") for its tensors'
+        )
 
 
 def _start(options: Any, *, whole: bool) -> Context:
