@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SRC = ROOT / "pyhvd" / "native" / "src"
 SOURCES = [SRC / "agreement" / name for name in ("host_order.c", "host_tree.c")]
 
-MAX_HOSTS, MAX_SETS, RANGE_WORDS = 64, 16, 64
+MAX_HOSTS, MAX_SETS, RANGE_WORDS = 64, 32, 64
 RING, LIST_MAX = 131072, 32768
 UNIT = RING // 16
 """Bytes of a list of size 1 in the model, whose ring has room for 16."""
@@ -561,7 +561,7 @@ WRONG = {
     "no stamp": packet(stamp=0),
     "upto below stamp": packet(stamp=2),
     "upto too high": packet(upto=2**62 + 1),
-    "set": packet(section(set=16)),
+    "set": packet(section(set=MAX_SETS)),
     "no words": packet(section((), ())),
     "words backwards": packet(section(first=2)),
     "words beyond the set": packet(section((1, 1, 1))),
@@ -591,7 +591,7 @@ WRONG = {
     "audience without end": packet(b"", listed(b"", bytes(8), audience_bytes=2**32 - 1)),
     "announced in a list": packet(b"", listed(section())),
     "recalled with values": packet(b"", listed(section(kind=RECALLED))),
-    "bad section in a list": packet(b"", listed(section(kind=DELEGATED, set=16))),
+    "bad section in a list": packet(b"", listed(section(kind=DELEGATED, set=MAX_SETS))),
     "too large a list": packet(b"", listed(b"", bytes(LIST_MAX - ctypes.sizeof(ListHead) + 8))),
 }
 

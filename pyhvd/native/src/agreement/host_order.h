@@ -93,8 +93,8 @@
 #define PYHVD_ORDER_RING 131072                     /* bytes for lists that are not taken */
 #define PYHVD_ORDER_LIST_MAX (PYHVD_ORDER_RING / 4) /* bytes of one encoded list */
 #define PYHVD_ORDER_COUNT_MAX (UINT64_C(1) << 62)
-#define PYHVD_ORDER_RANGES (2 * PYHVD_MAX_SETS) /* recalled and delegated ones of a list */
-#define PYHVD_ORDER_UNLIKE UINT64_MAX           /* instead of a digest: two hosts' differ */
+#define PYHVD_ORDER_RANGES 32         /* recalled and delegated ones of a list */
+#define PYHVD_ORDER_UNLIKE UINT64_MAX /* instead of a digest: two hosts' differ */
 
 /* An argument is out of range; or a message is malformed or out of order. After such a message the
  * order stays safe to call, but it may be incomplete: the job has to end. */

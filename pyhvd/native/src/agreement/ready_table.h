@@ -64,8 +64,9 @@
 #include "common/futex.h"
 #include "window/window.h"
 
-/* process sets with ids below it use the table; others agree by messages */
-#define PYHVD_MAX_SETS 16
+/* Process sets with ids below it use the table; others agree by messages. Programs of torch have up to
+ * some 20 groups at a time. A set costs about 1 KiB per rank, and 10 KiB; on several hosts 70 KiB. */
+#define PYHVD_MAX_SETS 32
 #define PYHVD_MAX_SLOTS \
     65536 /* cache slots of a set; a table has as many as the caches of its job */
 #define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64 + 1) /* with the turn slots */

@@ -201,7 +201,6 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
     pyhvd_submissions *s = &path->submissions;
     pyhvd_ranks audience = {{0}};
     uint32_t from[PYHVD_MAX_SETS], to[PYHVD_MAX_SETS] = {0}, refusals = 0;
-    memset(from, 0xff, sizeof from);
     pthread_mutex_lock(&s->mutex);
     uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
     /* A stopped rank may hold the table's lock. Do not keep the mutex meanwhile: the watchdog needs
@@ -226,7 +225,7 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
         if (stages && call->slots.n <= PYHVD_PAYLOAD_SLOTS) stage(path, call);
         pyhvd_trace_add(path->setup.trace, PYHVD_MARKED_READY, traced, call->set, slots[0], 0, 0);
         uint32_t first = slots[0] / 64, end = slots[call->slots.n - 1] / 64 + 1;
-        if (first < from[call->set]) from[call->set] = first;
+        if (!to[call->set] || first < from[call->set]) from[call->set] = first;
         if (end > to[call->set]) to[call->set] = end;
     }
     for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
@@ -780,8 +779,9 @@ static void refuse_recalled(pyhvd_fast_path *path) {
     pthread_mutex_lock(&s->mutex);
     for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
         for (uint32_t w = 0; w < path->setup.table.words; w++) {
-            uint64_t bits = atomic_exchange_explicit(recalled_of(path, set) + w, 0,
-                                                     memory_order_relaxed);
+            _Atomic uint64_t *recalled = recalled_of(path, set) + w;
+            if (!atomic_load_explicit(recalled, memory_order_relaxed)) continue;
+            uint64_t bits = atomic_exchange_explicit(recalled, 0, memory_order_relaxed);
             for (; bits; bits &= bits - 1) {
                 uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits);
                 pyhvd_call *call = path->setup.sets[set].tensors[slot].call;
