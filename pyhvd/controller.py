@@ -195,12 +195,14 @@ class Coordinator:
             sets.discard(set_id)
         return removed
 
-    def _founding_of(self, request: Request, senders: Senders) -> MessageTable:
-        """Return the table in which the members of a set agree to make it.
+    def _founding_of(self, request: Request, senders: Senders) -> MessageTable | None:
+        """Return the table in which the members of a set agree to make it; None for a refusal of nothing.
 
         If they do not agree on who they are, nobody waits for the others.
         """
         table = self._founding.get(request.name)
+        if table is None and request.error:
+            return None
         if table is None:
             table = MessageTable(FOUNDING, request.ranks, 0, stragglers=self.stragglers)
             table.live &= self._sets[GLOBAL_SET].live
@@ -237,15 +239,15 @@ class Coordinator:
     def _submit(
         self, senders: Senders, set_id: int, request: Request, site: str, seen: int, now: float
     ) -> None:
+        table = self._founding_of(request, senders) if set_id == FOUNDING else self._table(set_id, seen)
+        if table is None:
+            return
         if set_id == FOUNDING:
-            table: MessageTable | None = self._founding_of(request, senders)
             self._touched_founding[request.name] = None
         else:
-            table = self._table(set_id, seen)
             self._touched.add(set_id)
-        if table is not None:
-            table.sites.note(request.name, senders.ranks, site)
-            table.submit(senders, request, self._sequence + 1, now)
+        table.sites.note(request.name, senders.ranks, site)
+        table.submit(senders, request, self._sequence + 1, now)
 
     def _join(self, senders: Senders, following: int, now: float) -> None:
         """Count ranks as ready in each of their sets, until all ranks have joined."""

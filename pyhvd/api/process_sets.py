@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from pyhvd.api.call import Call, OwnName
+from pyhvd.api.call import Call, OwnName, checked_name
 from pyhvd.api.handles import Handle
 from pyhvd.common.text import describe_ranks, list_members, list_some
 from pyhvd.engine import context
@@ -138,7 +138,8 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set = _GlobalProcessSet()
 """The set of all ranks, with id 0; the default of every collective."""
 
-_registered: weakref.WeakKeyDictionary[context.Context, list[ProcessSet]] = weakref.WeakKeyDictionary()
+_registered: weakref.WeakKeyDictionary[context.Context, dict[int, ProcessSet]] = weakref.WeakKeyDictionary()
+"""The sets of a context that this rank has objects of, by id."""
 
 
 def prepare(process_sets: Iterable[Any], world: Any, *, by_comm_allowed: bool) -> list[StaticSet]:
@@ -166,12 +167,12 @@ def register(active: context.Context, process_set: ProcessSet, set_id: int) -> N
     """Give a set its id until the context ends, and allow calls in it."""
     active.admit(set_id, tuple(process_set.ranks or ()))
     process_set.process_set_id = set_id
-    _registered.setdefault(active, []).append(process_set)
+    _registered.setdefault(active, {})[set_id] = process_set
 
 
 def forget(active: context.Context) -> None:
     """Remove the ids of a context's sets when the context has ended."""
-    for process_set in _registered.pop(active, []):
+    for process_set in _registered.pop(active, {}).values():
         process_set.process_set_id = None
 
 
@@ -206,7 +207,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         if new.process_set_id is not None:
             raise ValueError(f"{new} is registered already")
         ranks = checked_ranks(new.ranks or (), call.size)
-        if ranks in active.process_sets.values():
+        if _is_added(active, ranks):
             raise ValueError(f"a process set of the ranks {list_members(ranks)} is registered already")
         call.add(None, None, ranks=ranks)
         handle = call.submit()
@@ -219,6 +220,15 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return new
 
 
+def _is_added(active: context.Context, ranks: Ranks) -> bool:
+    """Return whether all ranks have made a set of these ranks; members may have founded others."""
+    own = _registered.get(active, {})
+    return any(
+        members == ranks and not isinstance(own.get(set_id), _FoundedSet)
+        for set_id, members in list(active.process_sets.items())
+    )
+
+
 def found_process_set(ranks: Sequence[int], key: str) -> ProcessSet:
     """Register a process set by its members alone: no other rank takes part, or knows of it.
 
@@ -227,9 +237,10 @@ def found_process_set(ranks: Sequence[int], key: str) -> ProcessSet:
     Parameters
     ----------
     ranks : sequence of int
-        Global ranks, of which this one is one.
+        Global ranks, of which this one is one. They may be all ranks.
     key : str
-        The same on all members, and another one than that of each set that they make at the same time.
+        The same on all members, and another one than that of each set that is made at the same time. Hang
+        reports name the set by it.
 
     Returns
     -------
@@ -239,10 +250,15 @@ def found_process_set(ranks: Sequence[int], key: str) -> ProcessSet:
     Raises
     ------
     ValueError
-        A rank does not exist, or this rank is no member.
+        A rank does not exist, this rank is no member, or the key is not a str or is empty.
+    MismatchError
+        The members that have come do not agree on the ranks, or one of them has joined.
     """
     active = context.current()
     new = _FoundedSet(ranks)
+    key = checked_name(key, RequestType.ADD_PROCESS_SET)
+    if not key:
+        raise ValueError("a process set needs a key")
     members = checked_ranks(new.ranks or (), active.topology.size)
     if active.topology.rank not in members:
         raise ValueError(f"rank {active.topology.rank} is not a member of {new}, so it cannot make it")
@@ -279,12 +295,47 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     ValueError
         Dynamic process sets are off.
     """
+    removal = _submit_removal(process_set, unattended=False)
+    if removal is None:
+        return False
+    handle, restore = removal
+    try:
+        handle.result()
+    except BaseException:  # an interrupted caller does not stop the removal
+        handle.add_done_callback(restore)
+        raise
+    return True
+
+
+def start_removal(process_set: ProcessSet) -> Handle | None:
+    """Begin to remove a process set, as :func:`remove_process_set` does, and do not wait for the other ranks.
+
+    From now on this rank cannot use the set. Its pending calls fail when all ranks have removed the set. If
+    one of them never does, that costs memory only: hang reports leave the removal out.
+
+    Returns
+    -------
+    Handle or None
+        Ends when the set is removed; None for the global set and for sets that are not registered.
+    """
+    removal = _submit_removal(process_set, unattended=True)
+    if removal is None:
+        return None
+    handle, restore = removal
+    handle.add_done_callback(restore)
+    return handle
+
+
+def _submit_removal(
+    process_set: ProcessSet, *, unattended: bool
+) -> tuple[Handle, Callable[[Handle], None]] | None:
+    """Submit the removal of a set; return its handle, and what registers the set again if it fails."""
     active = context.current()
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"remove_process_set takes a ProcessSet, not {process_set!r}")
     set_id = process_set.process_set_id
     if process_set is global_process_set or set_id is None:
-        return False
+        return None
     by_members = isinstance(process_set, _FoundedSet)
     if not by_members:
         _check_dynamic(active, "remove_process_set")
@@ -296,27 +347,24 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         where = _FoundedSet(ranks)
         where.process_set_id = set_id
 
-    def restore() -> None:
-        if active.runtime.ended is None:
+    def restore(ended: Handle | None = None) -> None:
+        failed = ended is None or ended.exception() is not None
+        if failed and active.runtime.ended is None:
             active.process_sets[set_id] = ranks
             process_set.process_set_id = set_id
+            _registered.setdefault(active, {})[set_id] = process_set
 
     try:
         with Call(
             RequestType.REMOVE_PROCESS_SET, None, where, prefix=f"process_set.remove.{UNNAMED}"
         ) as call:
-            call.add(None, None, ranks=(set_id,))
+            call.add(None, None, ranks=(set_id,), unattended=unattended)
             active.process_sets.pop(set_id)
-            handle = call.submit()
+            _registered.get(active, {}).pop(set_id, None)
+            return call.submit(), restore
     except BaseException:
         restore()
         raise
-    try:
-        handle.result()
-    except BaseException:  # an interrupted caller does not stop the removal
-        handle.add_done_callback(lambda ended: restore() if ended.exception() is not None else None)
-        raise
-    return True
 
 
 def _check_dynamic(active: context.Context, verb: str) -> None:

@@ -411,7 +411,11 @@ class MessageTable:
         counts from when its mark was first seen here. With several hosts, one that a second look still finds
         marked is recalled.
         """
-        waiting = [(n, e.since, e.ranks, self.live & ~e.ranks) for n, e in self._entries.items()]
+        waiting = [
+            (name, entry.since, entry.ranks, self.live & ~entry.ranks)
+            for name, entry in self._entries.items()
+            if not all(request.unattended for request in entry.requests)
+        ]
         for slot in iter_bits(self._hits.anyone()):
             since, holders = self._hits.since(slot, 0.0), self._hits.holders(slot)
             waiting.append((self.cache[slot].name, since, holders, self.members & ~holders))

@@ -115,6 +115,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     splits : int
         A digest of the splits of an alltoall, where ranks remember them; else 0. Another rank need not know
         them, but whether they are new.
+    unattended : bool
+        Whether no thread waits for the answer: then hang reports leave the tensor out; ranks may differ.
     """
 
     type: int
@@ -134,6 +136,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     window: bool = False
     layout: str = ""
     splits: int = 0
+    unattended: bool = False
 
     def reduce_spec(self, size: int) -> ReduceSpec:
         """Return how backends reduce the tensor; Average becomes a Sum divided by the size of the set.

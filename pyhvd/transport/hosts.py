@@ -183,7 +183,12 @@ class HostsFabric(ShmFabric):
         self._exchange.count_in(counters, [numbers[ranks[0]] for _, ranks in self._places])
 
     def follow(self, fabric: HostsFabric, fast_path: shared_memory.FastPath) -> None:
-        """Learn from the fast path, and from the fabric of all ranks, when a host is lost, and why."""
+        """Learn from the fast path, and from the fabric of all ranks, when a host is lost, and why.
+
+        Several process sets may share this fabric: only the first call has an effect.
+        """
+        if self in fabric._followers:
+            return
         self._all, self._fast_path = fabric, fast_path
         fabric._followers.append(self)
         fast_path.watch(self._exchange)

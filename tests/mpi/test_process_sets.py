@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.api.process_sets import found_process_set, start_removal
 from tests.conformance import sets
 from tests.conformance.cases import Case, each, run
 from tests.mpi.harness import on_ranks
@@ -58,6 +60,33 @@ def _interrupted(call: Callable[[], object]) -> None:
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         call()
+
+
+@on_ranks(2, 4, timeout=240)
+def test_three_thousand_sets_at_a_time() -> None:
+    """MPICH has some 2,000 communicators; the sets of the same ranks share one."""
+    hvd.init()
+    size, rank = hvd.size(), hvd.rank()
+    tuples = [ranks for n in range(1, size + 1) for ranks in itertools.combinations(range(size), n)]
+    made: dict[int, hvd.ProcessSet] = {}
+    for number in range(3000):
+        ranks = tuples[number % len(tuples)]
+        if rank in ranks:
+            made[number] = found_process_set(ranks, f"set.{number}")
+    for number in [*range(16), *range(16, 2980, 97), *range(2984, 3000)]:
+        if number in made:
+            total = hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=made[number])
+            assert total.tolist() == [made[number].size()]
+    removals = [start_removal(one) for one in made.values()]
+    assert [removal for removal in removals if removal is None or removal.exception() is not None] == []
+    for number in range(1000):
+        ranks = tuples[-1 - number % 3]
+        if rank in ranks:
+            one = found_process_set(ranks, f"again.{number}")
+            if number % 10 < 3:
+                assert hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=one).tolist() == [one.size()]
+            assert hvd.remove_process_set(one)
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [size]
 
 
 @on_ranks(2)

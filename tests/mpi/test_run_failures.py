@@ -393,6 +393,20 @@ def test_killed_rank_is_named(tmp_path: Path, launched: bool, number: signal.Sig
     assert is_last(ended, line, launched), ended.err
 
 
+@both
+def test_a_member_that_is_killed_while_the_others_make_a_set_is_named(tmp_path: Path, launched: bool) -> None:
+    path = script(
+        tmp_path,
+        "import os, time\nimport pyhvd as hvd\nfrom pyhvd.api.process_sets import found_process_set\n"
+        "hvd.init()\n"
+        "if hvd.rank() == 1: time.sleep(0.5); os.kill(os.getpid(), 9)\nfound_process_set([0, 1, 2], 'key')\n",
+    )
+    ended = run_both(launched, 3, path)
+    assert ended.code == 137
+    assert "rank 1 of 3" in ended.err
+    assert "was killed by SIGKILL" in ended.err
+
+
 @pytest.mark.any_mpi
 @both
 def test_a_crash_inside_of_mpi_names_the_line_or_the_function(

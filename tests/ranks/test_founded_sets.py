@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.api.process_sets import found_process_set
+from pyhvd.api import process_sets
+from pyhvd.api.process_sets import found_process_set, start_removal
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import make_backend
 from pyhvd.engine import context
@@ -18,13 +20,15 @@ from pyhvd.testing import RanksFailed, run_ranks
 from tests.conformance.cases import outcome
 
 
-def _on(size: int, body: Callable[[], None], fast: bool = True) -> None:
-    run_ranks(size, body, timeout=60, knobs={"fast_lane": fast})
+def _on(size: int, body: Callable[[], None], way: str = "fast", **knobs: Any) -> None:
+    hosts = [rank * 2 // size for rank in range(size)] if way == "two hosts" else None
+    run_ranks(size, body, timeout=60, knobs={"fast_lane": way != "by message", **knobs}, hosts=hosts)
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "by-message"])
-def fast(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=["fast", "by message", "two hosts"])
+def way(request: pytest.FixtureRequest) -> str:
+    """How the ranks agree, and where they are."""
+    return str(request.param)
 
 
 def _sum(process_set: hvd.ProcessSet, name: str | None = None) -> list[int]:
@@ -34,7 +38,7 @@ def _sum(process_set: hvd.ProcessSet, name: str | None = None) -> list[int]:
     return total
 
 
-def test_members_alone_make_use_and_remove_a_set(fast: bool) -> None:
+def test_members_alone_make_use_and_remove_a_set(way: str) -> None:
     def body() -> None:
         alone = found_process_set([hvd.rank()], f"self.{hvd.rank()}")
         assert _sum(alone) == [hvd.rank()] * 2
@@ -52,10 +56,10 @@ def test_members_alone_make_use_and_remove_a_set(fast: bool) -> None:
 
         hvd.barrier()
 
-    _on(3, body, fast)
+    _on(3, body, way)
 
 
-def test_several_sets_of_the_same_ranks(fast: bool) -> None:
+def test_several_sets_of_the_same_ranks(way: str) -> None:
     def body() -> None:
         made = [found_process_set([0, 1], f"set.{k}") for k in range(40)]
         assert len({each.process_set_id for each in made}) == 40
@@ -65,7 +69,7 @@ def test_several_sets_of_the_same_ranks(fast: bool) -> None:
         ]
         assert [int(handle.result()[0]) for handle in handles] == [2 * k for k in reversed(range(40))]
 
-    _on(2, body, fast)
+    _on(2, body, way)
 
 
 @pytest.fixture
@@ -91,7 +95,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def test_sets_of_the_same_ranks_share_a_backend_from_the_first_batch_on(
-    fast: bool, made: list[tuple[int, ...]]
+    way: str, made: list[tuple[int, ...]]
 ) -> None:
     def body() -> None:
         if hvd.rank() == 0:
@@ -120,11 +124,11 @@ def test_sets_of_the_same_ranks_share_a_backend_from_the_first_batch_on(
         assert not here or made == [(0, 1, 2)]
         hvd.barrier()
 
-    _on(3, body, fast)
+    _on(3, body, way)
     assert not made
 
 
-def test_a_set_of_all_ranks(fast: bool, made: list[tuple[int, ...]]) -> None:
+def test_a_set_of_all_ranks(way: str, made: list[tuple[int, ...]]) -> None:
     def body() -> None:
         sets = [found_process_set([0, 1], f"set.{k}") for k in range(3)]
         assert {_sum(each)[0] for each in [*sets, *sets, hvd.global_process_set]} == {1}
@@ -133,10 +137,10 @@ def test_a_set_of_all_ranks(fast: bool, made: list[tuple[int, ...]]) -> None:
         assert hvd.rank() == 0 or made == [(0, 1)]
         hvd.barrier()
 
-    _on(2, body, fast)
+    _on(2, body, way)
 
 
-def test_the_first_batch_of_a_set_with_a_member_that_has_joined(fast: bool) -> None:
+def test_the_first_batch_of_a_set_with_a_member_that_has_joined(way: str) -> None:
     def body() -> None:
         made = found_process_set([0, 1], "key")
         if hvd.rank() == 1:
@@ -147,10 +151,10 @@ def test_the_first_batch_of_a_set_with_a_member_that_has_joined(fast: bool) -> N
         hvd.join()
         assert [_sum(made), _sum(made, "x")] == [[1, 1]] * 2
 
-    _on(2, body, fast)
+    _on(2, body, way)
 
 
-def test_calls_in_flight_before_the_first_batch(fast: bool) -> None:
+def test_calls_in_flight_before_the_first_batch(way: str) -> None:
     """Some have numbers for names, which the fast path continues."""
 
     def body() -> None:
@@ -168,7 +172,7 @@ def test_calls_in_flight_before_the_first_batch(fast: bool) -> None:
             if turn % 2 != hvd.rank():
                 hvd.barrier(made)
 
-    _on(2, body, fast)
+    _on(2, body, way)
 
 
 def test_threads_make_sets_at_the_same_time() -> None:
@@ -192,7 +196,7 @@ def test_threads_make_sets_at_the_same_time() -> None:
     _on(2, body)
 
 
-def test_members_that_disagree_all_get_the_error(fast: bool) -> None:
+def test_members_that_disagree_all_get_the_error(way: str) -> None:
     def body() -> None:
         ranks = [1, 2] if hvd.rank() == 1 else [0, 1, 2]
         with pytest.raises(hvd.MismatchError, match=r"Mismatched process sets .*rank 1: \[1, 2\]"):
@@ -200,7 +204,123 @@ def test_members_that_disagree_all_get_the_error(fast: bool) -> None:
         hvd.barrier()
         assert _sum(found_process_set([0, 1, 2], "key")) == [3, 3]
 
-    _on(3, body, fast)
+    _on(3, body, way)
+
+
+def test_an_error_names_the_lines_of_the_members() -> None:
+    def body() -> None:
+        with pytest.raises(hvd.MismatchError, match=r"Submitted at: .*test_founded_sets\.py:\d+") as caught:
+            found_process_set([0, 1] if hvd.rank() == 1 else [0, 1, 2], "the key")
+        assert "the key" in str(caught.value)
+        hvd.barrier()
+
+    _on(3, body)
+
+
+def test_a_member_that_never_comes_is_named_with_the_key(way: str) -> None:
+    def body() -> None:
+        if hvd.rank() == 1:
+            with pytest.raises(hvd.StallError, match=r"noname\.the key': not submitted by rank 0"):
+                found_process_set([0, 1], "the key")
+        else:
+            with pytest.raises(hvd.StallError):
+                hvd.allreduce(np.ones(1), name="other")
+
+    _on(2, body, way, stall_check_time_seconds=0.2, stall_shutdown_time_seconds=0.6)
+
+
+def test_a_removal_that_nobody_waits_for(way: str) -> None:
+    def body() -> None:
+        made = found_process_set([0, 1], "key")
+        _sum(made)
+        left = hvd.allreduce_async(np.ones(2), process_set=made, name="left") if hvd.rank() else None
+        removal = start_removal(made)
+        assert removal is not None
+        assert start_removal(made) is None
+        with pytest.raises(ValueError, match="has not been registered, or was removed"):
+            _sum(made)
+        assert removal.result() is not None
+        if left is not None:
+            with pytest.raises(hvd.ShutDownError, match="has been removed"):
+                left.result()
+        again = found_process_set([0, 1], "key")
+        assert again.process_set_id == 1
+        assert _sum(again) == [1, 1]
+
+    _on(2, body, way)
+
+
+def test_a_removal_that_one_member_never_makes(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    def body() -> None:
+        made = found_process_set([0, 1], "key")
+        _sum(made)
+        if hvd.rank():
+            removal = start_removal(made)
+            assert removal is not None
+            assert not removal.done()
+        time.sleep(2.0)
+        hvd.barrier()
+
+    _on(2, body, way, stall_check_time_seconds=0.3, stall_shutdown_time_seconds=1.0)
+    assert "process_set.remove" not in caplog.text
+
+
+def test_the_fast_path_serves_the_sets_with_low_ids_and_those_that_come_after_them() -> None:
+    def is_fast(made: hvd.ProcessSet) -> bool:
+        for _ in range(2):
+            _sum(made, "x")
+        handle = hvd.allreduce_async(np.full(2, hvd.rank()), op=hvd.Sum, name="x", process_set=made)
+        assert handle.result().tolist() == [1.0] * 2
+        return type(handle) is hvd.Handle
+
+    def body() -> None:
+        made = [found_process_set([0, 1], f"set.{k}") for k in range(34)]
+        assert [each for each in made if is_fast(each)] == made[:31]
+        for number in (3, 30, 0):
+            hvd.remove_process_set(made[number])
+        for number in (0, 3, 30):
+            again = found_process_set([0, 1], "again")
+            assert again.process_set_id == 1 + number
+            assert is_fast(again)
+        hvd.barrier()
+
+    _on(2, body)
+
+
+def test_sets_that_come_and_go_leave_nothing_behind(way: str) -> None:
+    def body() -> None:
+        for turn in range(200):
+            made = found_process_set([0, 1], "key")
+            assert made.process_set_id == 1
+            if turn % 50 == 0:
+                assert _sum(made) == [1, 1]
+            if turn % 2:
+                hvd.remove_process_set(made)
+            else:
+                removal = start_removal(made)
+                assert removal is not None
+                removal.result()
+        active = context.current()
+        assert list(active.process_sets) == [0]
+        assert not process_sets._registered.get(active)
+        assert list(active.runtime._executor.backends) == [0]
+        hvd.barrier()
+
+    _on(2, body, way)
+
+
+def test_all_ranks_may_add_a_set_of_the_ranks_of_a_founded_one() -> None:
+    def body() -> None:
+        if hvd.rank() < 2:
+            found_process_set([0, 1], "key")
+        added = hvd.add_process_set([0, 1])
+        with pytest.raises(ValueError, match="is registered already"):
+            hvd.add_process_set([0, 1])
+        if hvd.rank() < 2:
+            assert _sum(added) == [1, 1]
+        hvd.barrier()
+
+    run_ranks(3, body, timeout=60, knobs={"dynamic_process_sets": True})
 
 
 def test_a_member_that_has_joined() -> None:
@@ -221,6 +341,8 @@ def test_who_may_make_a_set() -> None:
             found_process_set([1 - hvd.rank()], "key")
         with pytest.raises(ValueError, match="needs at least one rank"):
             found_process_set([], "key")
+        with pytest.raises(ValueError, match="not empty"):
+            found_process_set([hvd.rank()], "")
         hvd.barrier()
 
     _on(2, body)
