@@ -204,7 +204,7 @@ class ElasticLauncher(Launcher):
                 self._start([(self._numbers[place.host], place.slots) for place in action.places])
 
     def _start(self, places: Sequence[tuple[int, int]]) -> None:
-        self._pmi = PmiServer([slots for _, slots in places])
+        self._pmi = PmiServer([host for host, (_, slots) in enumerate(places) for _ in range(slots)])
         self._host_of = [host for host, slots in places for _ in range(slots)]
         self._unwired = len(self._host_of)
         for rank, host in enumerate(self._host_of):

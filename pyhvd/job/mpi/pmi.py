@@ -9,8 +9,9 @@ the commands that MPI_Init, MPI_Abort and MPI_Finalize use in a world without dy
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from pyhvd.common.text import list_numbers
 
@@ -34,13 +35,15 @@ class Abort(Exception):
     code: int
 
 
-def process_mapping(ranks_per_host: Sequence[int]) -> str:
+def process_mapping(hosts: Sequence[int]) -> str:
     """Return the value of PMI_process_mapping: blocks of (first host, hosts, ranks of each host).
+
+    MPI reads the blocks in turn, and begins again with the first one, until each rank has its host.
 
     Parameters
     ----------
-    ranks_per_host : sequence of int
-        The number of ranks of each host; ranks are numbered host by host.
+    hosts : sequence of int
+        The host of each rank, by rank. Hosts count from 0 in the order of their first ranks.
 
     Raises
     ------
@@ -49,22 +52,42 @@ def process_mapping(ranks_per_host: Sequence[int]) -> str:
 
     Examples
     --------
-    >>> process_mapping([2, 2, 1])
+    >>> process_mapping([0, 0, 1, 1, 2])
     '(vector,(0,2,2),(2,1,1))'
+    >>> process_mapping([0, 1, 1, 0])
+    '(vector,(0,1,1),(1,1,2),(0,1,1))'
     """
     blocks: list[list[int]] = []
-    for host, count in enumerate(ranks_per_host):
-        if blocks and blocks[-1][2] == count:
+    for host, ranks in groupby(hosts):
+        count = len(list(ranks))
+        if blocks and blocks[-1][2] == count and blocks[-1][0] + blocks[-1][1] == host:
             blocks[-1][1] += 1
         else:
             blocks.append([host, 1, count])
-    text = "(vector," + ",".join(f"({first},{hosts},{each})" for first, hosts, each in blocks) + ")"
+    text = _mapping_of(blocks)
+    if len(text) > _MAX_MAPPING:
+        shorter = next(_repeated(blocks, hosts), blocks)
+        text = _mapping_of(shorter)
     if len(text) > _MAX_MAPPING:
         raise PmiError(
-            f"PMI-1 cannot describe these numbers of ranks on {len(ranks_per_host)} hosts: it takes"
-            f" {len(text)} characters, {_MAX_MAPPING} at most are allowed; use as many ranks on each host"
+            f"PMI-1 cannot describe which of {len(hosts)} ranks share the {len(set(hosts))} hosts: it takes"
+            f" {len(text)} characters, {_MAX_MAPPING} at most are allowed; number the ranks host by host, and"
+            " use as many ranks on each host"
         )
     return text
+
+
+def _mapping_of(blocks: Iterable[Sequence[int]]) -> str:
+    return "(vector," + ",".join(f"({first},{hosts},{each})" for first, hosts, each in blocks) + ")"
+
+
+def _repeated(blocks: list[list[int]], hosts: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yield the beginnings of the blocks that give each rank its host if MPI repeats them, shortest first."""
+    turn: list[int] = []
+    for count, (first, number, each) in enumerate(blocks[:-1], 1):
+        turn += [first + host for host in range(number) for _ in range(each)]
+        if all(host == turn[rank % len(turn)] for rank, host in enumerate(hosts)):
+            yield blocks[:count]
 
 
 _NAME = "cmd=my_kvsname kvsname="
@@ -75,11 +98,11 @@ _NOT_FOUND = "cmd=get_result rc=-1 msg=key_not_found value=unknown"
 class PmiServer:
     """The values that the ranks of one world have put, and its barrier; see :func:`process_mapping`."""
 
-    def __init__(self, ranks_per_host: Sequence[int]) -> None:
-        self.size = sum(ranks_per_host)
+    def __init__(self, hosts: Sequence[int]) -> None:
+        self.size = len(hosts)
         # MPICH uses the name for its shared memory, so worlds that run at the same time need different names.
         self.name = f"pyhvd-{os.urandom(8).hex()}"
-        self._values = {"PMI_process_mapping": process_mapping(ranks_per_host)}
+        self._values = {"PMI_process_mapping": process_mapping(hosts)}
         self._inside: set[int] = set()  # the ranks that wait in the barrier
         self._gone: set[int] = set()  # those that will not enter it again
         self._unshared: dict[str, str] = {}  # put since the last call of take_unshared

@@ -122,7 +122,9 @@ class PmiRendezvous(Rendezvous):
     def begin(self, driver: Driver, groups: Sequence[Sequence[Member]]) -> None:
         self._driver = driver
         try:
-            self._server = PmiServer([sum(member.slots for member in group) for group in groups])
+            self._server = PmiServer(
+                [host for host, group in enumerate(groups) for member in group for _ in range(member.slots)]
+            )
         except PmiError as exc:
             raise LaunchError(str(exc)) from exc
         self._placements = assign(

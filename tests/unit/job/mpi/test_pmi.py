@@ -19,32 +19,48 @@ from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer, answer_get, name_of_wo
 from pyhvd.job.mpi.rank_env import MPICH
 
 
-def expand(mapping: str) -> list[int]:
+def expand(mapping: str, size: int) -> list[int]:
     """Return the node of each rank, as MPI reads a mapping."""
     nodes = []
     for block in mapping.removeprefix("(vector,").removesuffix(")").split("),("):
         first, hosts, each = map(int, block.strip("()").split(","))
         nodes += [first + host for host in range(hosts) for _ in range(each)]
-    return nodes
+    return [nodes[rank % len(nodes)] for rank in range(size)]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=60))
 def test_mapping_says_who_shares_a_host(counts: list[int]) -> None:
     expected = [host for host, count in enumerate(counts) for _ in range(count)]
-    assert expand(process_mapping(counts)) == expected
+    assert expand(process_mapping(expected), len(expected)) == expected
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
+def test_mapping_of_ranks_in_any_order(hosts: list[int]) -> None:
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    expected = [numbers[host] for host in hosts]
+    assert expand(process_mapping(expected), len(expected)) == expected
+
+
+@pytest.mark.parametrize("turn", [[0, 1], [0, 0, 1], [0, 1, 1, 0, 2]])
+def test_long_mapping_is_repeated_by_mpi(turn: list[int]) -> None:
+    expected = (turn * 1000)[:2001]
+    mapping = process_mapping(expected)
+    assert len(mapping) < 60
+    assert expand(mapping, len(expected)) == expected
 
 
 def test_mapping_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(PmiError, match="these numbers of ranks on 200 hosts"):
-        process_mapping([1, 2] * 100)
+    hosts = [host for pair in range(100) for host in (2 * pair, 2 * pair + 1, 2 * pair + 1)]
+    with pytest.raises(PmiError, match="which of 300 ranks share the 200 hosts"):
+        process_mapping(hosts)
 
 
 def test_worlds_have_names_of_their_own() -> None:
-    assert PmiServer([1]).name != PmiServer([1]).name
+    assert PmiServer([0]).name != PmiServer([0]).name
 
 
 def test_scripted_start() -> None:
-    server = PmiServer([2])
+    server = PmiServer([0, 0])
     assert server.handle(0, "cmd=init pmi_version=1 pmi_subversion=1") == [
         (0, "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n")
     ]
@@ -70,7 +86,7 @@ def test_scripted_start() -> None:
 
 
 def test_what_was_put_is_shared_once_in_parts_and_answers_like_the_server() -> None:
-    server = PmiServer([2])
+    server = PmiServer([0, 0])
     for number in range(5):
         server.handle(0, f"cmd=put kvsname={server.name} key=k{number} value={'v' * 10}{number}")
     parts = server.take_unshared(20)
@@ -88,7 +104,7 @@ def test_what_was_put_is_shared_once_in_parts_and_answers_like_the_server() -> N
 
 @given(st.integers(1, 6), st.data())
 def test_barriers_let_nobody_through_before_all_are_in(size: int, data: st.DataObject) -> None:
-    server = PmiServer([size])
+    server = PmiServer([0] * size)
     for _ in range(3):
         order = data.draw(st.permutations(range(size)))
         for rank in order[:-1]:
@@ -98,7 +114,7 @@ def test_barriers_let_nobody_through_before_all_are_in(size: int, data: st.DataO
 
 
 def test_a_key_is_put_once() -> None:
-    server = PmiServer([1])
+    server = PmiServer([0])
     server.handle(0, "cmd=put kvsname=pyhvd key=a value=1")
     assert "rc=-1" in server.handle(0, "cmd=put kvsname=pyhvd key=a value=2")[0][1]
     assert "rc=-1" in server.handle(0, f"cmd=put kvsname=pyhvd key=b value={'v' * 1025}")[0][1]
@@ -107,13 +123,13 @@ def test_a_key_is_put_once() -> None:
 
 def test_abort_names_the_rank_and_its_code() -> None:
     with pytest.raises(Abort) as caught:
-        PmiServer([3]).handle(2, "cmd=abort exitcode=7")
+        PmiServer([0, 0, 0]).handle(2, "cmd=abort exitcode=7")
     assert (caught.value.rank, caught.value.code) == (2, 7)
 
 
 @pytest.mark.parametrize("first", ["leave", "barrier"])
 def test_waiting_for_a_rank_that_is_gone_is_an_error(first: str) -> None:
-    server = PmiServer([2])
+    server = PmiServer([0, 0])
     steps: list[Callable[[], object]] = [lambda: server.leave(1), lambda: server.handle(0, "cmd=barrier_in")]
     if first == "barrier":
         steps.reverse()
@@ -125,7 +141,7 @@ def test_waiting_for_a_rank_that_is_gone_is_an_error(first: str) -> None:
 @given(st.text(max_size=80))
 def test_nonsense_is_refused(line: str) -> None:
     with pytest.raises(PmiError, match="pyhvd does not support"):
-        PmiServer([1]).handle(0, "cmd=spawn " + line.replace("cmd=", ""))
+        PmiServer([0]).handle(0, "cmd=spawn " + line.replace("cmd=", ""))
 
 
 _PROGRAM = """
@@ -144,9 +160,9 @@ def _is_mpich() -> bool:
 
 
 @pytest.mark.skipif(not _is_mpich(), reason="mpi4py here is not built on MPICH")
-def test_real_ranks_find_each_other() -> None:
-    counts = [2, 1]
-    server = PmiServer(counts)
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 1, 0]])
+def test_real_ranks_find_each_other(hosts: list[int]) -> None:
+    server = PmiServer(hosts)
     selector = selectors.DefaultSelector()
     ranks, ends = [], []
     for rank in range(3):
@@ -172,7 +188,7 @@ def test_real_ranks_find_each_other() -> None:
         for end in ends:
             end.close()
         selector.close()
-    assert said == [["0", "3", "6", "2"], ["1", "3", "6", "2"], ["2", "3", "6", "1"]]
+    assert said == [[str(rank), "3", "6", str(hosts.count(hosts[rank]))] for rank in range(3)]
 
 
 def _serve(
