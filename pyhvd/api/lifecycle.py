@@ -21,10 +21,10 @@ from pyhvd.engine.autotuner import SampleLog, open_log
 from pyhvd.engine.context import Context, ContextHolder, StaticSet
 from pyhvd.errors import ConfigError, NotInitializedError, TransportError
 from pyhvd.job.mpi.alone import explain_alone
-from pyhvd.job.mpi.flavour import how_to_get, judge_library
-from pyhvd.job.mpi.rank_env import claim_rank
+from pyhvd.job.mpi.flavour import judge_library, load_mpi
+from pyhvd.job.mpi.rank_env import claim_rank, explain_child
+from pyhvd.job.mpi.store_world import join_torchrun
 from pyhvd.observe.prometheus import Endpoint
-from pyhvd.transport.mpi import ending
 from pyhvd.transport.world import World
 
 _log = logging.getLogger("pyhvd")
@@ -159,22 +159,16 @@ def _read_config(
 
 def _mpi_world(comm: Any, config: Config) -> World:
     if process := claim_rank():
-        raise NotInitializedError(
-            f"init() was called in process {os.getpid()}, a child of {process}: it has inherited the rank's"
-            " variables, but only the rank itself can call init(). If multiprocessing has started it, guard"
-            " init() with 'if __name__ == \"__main__\":', as such a child imports the program again. A child"
-            " that is no part of this job needs another environment: env=pyhvd.child_environment()"
-        )
+        raise NotInitializedError(explain_child(process))
     import mpi4py
 
     if config.mpi_threads_disable:  # without effect if MPI has been initialised
         mpi4py.rc.thread_level = "serialized"
-    ending.take_over()
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as exc:
-        raise ImportError(f"mpi4py finds no MPI library ({exc}); {how_to_get()}") from exc
-    ending.watch_abort()
+    if not config.allow_alone:
+        join_torchrun(config.link_interfaces)
+    load_mpi()
+    from mpi4py import MPI
+
     from pyhvd.transport.mpi.fabric import sub_communicator
     from pyhvd.transport.mpi.world import mpi_world, start_mpi
 

@@ -19,7 +19,8 @@ _LAUNCHERS = (
 _REMEDIES = {
     "srun": "use srun --mpi=pmi2 for MPICH, or srun --mpi=pmix for Open MPI (the default is Slurm's"
     " MpiDefault, which may be none); or start the script with pyhvdrun in a batch script",
-    "torchrun": "start the script with pyhvdrun alone, e.g. pyhvdrun -n {size} train.py",
+    "torchrun": "install torch for this Python, whose store the ranks need to meet; or start the script with"
+    " pyhvdrun alone, e.g. pyhvdrun -n {size} train.py",
 }
 _NAMES = {OPENMPI: "Open MPI's mpiexec", MPICH: "MPICH's mpiexec", OTHER: "the launcher"}
 

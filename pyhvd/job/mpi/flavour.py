@@ -12,9 +12,11 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER
+from pyhvd.transport.mpi import ending
 
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
 _PROBE = (
@@ -92,6 +94,23 @@ def _judge(text: str, *known: tuple[str, str, str]) -> Flavour:
         if found := re.search(pattern, text, re.DOTALL):
             return Flavour(family, found[1], vendor)
     return Flavour(OTHER, "", (text.strip().splitlines() or ["an unknown MPI"])[0])
+
+
+def load_mpi() -> Any:
+    """Return ``mpi4py.MPI``; its import calls MPI_Init unless ``mpi4py.rc.initialize`` is False.
+
+    Raises
+    ------
+    ImportError
+        mpi4py finds no MPI library; the text names the remedy.
+    """
+    ending.take_over()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as exc:
+        raise ImportError(f"mpi4py finds no MPI library ({exc}); {how_to_get()}") from exc
+    ending.watch_abort()
+    return MPI
 
 
 def find_library() -> Flavour:

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import stat
+import struct
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _OF_A_JOB = ("OMPI_MCA_orte_", "OMPI_MCA_ess_")
 OPENMPI = "Open MPI"
 MPICH = "MPICH"
 OTHER = "unknown"
+TORCHRUN = "torchrun"
 
 # (launcher, rank, size, local rank, local size). Open MPI first: its ranks may inherit PMI_* from Slurm.
 _VARIABLES = (
@@ -58,6 +60,13 @@ OF_RANKS = (
 
 OF_CLUSTERS = ("SLURM_", "PBS_", "LSB_", "FLUX_")
 """How names of variables begin by which a cluster describes the job of this process."""
+
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's processes
+OF_TORCH = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+)
+"""The variables by which torch.distributed knows a rank; other programs may use these names, too."""
 
 HOROVOD_NUMBERS = tuple(
     f"HOROVOD_{name}"
@@ -107,7 +116,7 @@ class RankEnv:
     Attributes
     ----------
     launcher : str
-        ``"Open MPI"``, ``"MPICH"`` (Hydra, also Intel MPI's) or ``"unknown"``.
+        ``"Open MPI"``, ``"MPICH"`` (Hydra, also Intel MPI's), ``"torchrun"`` or ``"unknown"``.
     rank, size, local_rank, local_size : int
         Rank and number of ranks, in the job and on this host. If the launcher does not announce those of the
         host, they are those of the job.
@@ -143,6 +152,35 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
             local_size=_number(environ.get(local_size_name)) or size,
         )
     return None
+
+
+def read_torchrun(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
+    """Return the numbers that torchrun gave this process; None if it is no process of torchrun.
+
+    srun and mpiexec may have started torchrun: then their variables are not about this process. If torchrun's
+    process has started mpiexec, the variables of torchrun are not.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (_number(environ.get(name)) for name in names)
+    if _RUN_ID not in environ or rank is None or size is None:
+        return None
+    if _is_of_another_process(environ.get("PMI_FD", "")):
+        return None
+    return RankEnv(TORCHRUN, rank, size, local_rank or 0, local_size or 1)
+
+
+def _is_of_another_process(descriptor: str) -> bool:
+    """Return whether a descriptor is one end of a socket pair that another process has made, such as mpiexec.
+
+    A descriptor that this process has not inherited may be the number of a socket that it has made itself.
+    """
+    if not _socket_number(descriptor) or not hasattr(socket, "SO_PEERCRED"):
+        return False
+    with socket.socket(fileno=os.dup(int(descriptor))) as sock:
+        if sock.family != socket.AF_UNIX:
+            return False
+        maker, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(maker != os.getpid())
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +255,14 @@ def child_environment() -> dict[str, str]:
     >>> subprocess.check_output([sys.executable, "-c", program], env=hvd.child_environment(), text=True)
     '1\\n'
     """
-    return without(os.environ, *OF_ONE_RANK)
+    return outside_of_rank(os.environ)
+
+
+def outside_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what makes its process a rank, for MPI and for torch."""
+    is_rank = _RUN_ID in environ or read_rank_env(environ) is not None
+    own = without(environ, *OF_ONE_RANK, "TORCHELASTIC_")
+    return {name: value for name, value in own.items() if not (is_rank and name in OF_TORCH)}
 
 
 def claim_rank(environ: MutableMapping[str, str] = os.environ) -> str:
@@ -234,24 +279,35 @@ def claim_rank(environ: MutableMapping[str, str] = os.environ) -> str:
 def find_rank_process(environ: Mapping[str, str] = os.environ) -> str:
     """Return which process is the rank whose variables this process has inherited; empty if it is none."""
     pid, _, name = environ.get(_RANK_PROCESS, "").partition(" ")
-    rank_env = read_rank_env(environ)
+    torchrun = read_torchrun(environ)
+    rank_env = torchrun or read_rank_env(environ)
     who = "a rank" if rank_env is None else f"rank {rank_env.rank}"
     if pid and pid != str(os.getpid()) and name == _name_of_rank(environ):
         return f"{who} (process {pid})"
+    if torchrun is not None:
+        return ""
     descriptor = environ.get("PMI_FD", "")
     return who if descriptor.isdecimal() and not _socket_number(descriptor) else ""
 
 
+def explain_child(process: str) -> str:
+    """Return the error's text for a child of a rank that calls ``init()``; see :func:`find_rank_process`."""
+    return (
+        f"init() was called in process {os.getpid()}, a child of {process}: it has inherited the rank's"
+        " variables, but only the rank itself can call init(). If multiprocessing has started it, guard"
+        " init() with 'if __name__ == \"__main__\":', as such a child imports the program again. A child"
+        " that is no part of this job needs another environment: env=pyhvd.child_environment()"
+    )
+
+
 def _name_of_rank(environ: Mapping[str, str]) -> str:
     """Return what tells a rank from ranks of other jobs: a job that a rank starts inherits its variables."""
+    if read_torchrun(environ) is not None:
+        of_torchrun = (_RUN_ID, "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "RANK")
+        return ",".join(environ.get(name, "") for name in of_torchrun)
     names = (
-        "PMI_RANK",
-        "PMI_ID",
-        "PMIX_NAMESPACE",
-        "PMIX_RANK",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "SLURM_PROCID",
+        *("PMI_RANK", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK"),
+        *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
     )
     return ",".join([_socket_number(environ.get("PMI_FD", "")), *(environ.get(name, "") for name in names)])
 
@@ -280,13 +336,11 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
         The chosen OMP_NUM_THREADS, as a message to print once; None if the user had set it.
     """
     mine, cores, counted = _count_cores()
-    if rank_env.local_size > cores:
-        for name, value in _YIELD.get(rank_env.launcher, {}).items():
-            environ.setdefault(name, value)
+    let_yield(rank_env, environ, cores)
     if rank_env.launcher == MPICH:  # mpiexec of Open MPI does not pass on that nohup ignores SIGHUP
         let_hangup_end(environ)
         if GENERATION in environ:
-            environ.setdefault("UCX_TLS", "^sm")
+            leave_no_files(environ)
     if "OMP_NUM_THREADS" in environ:
         return None
     threads = mine if mine < cores else max(1, cores // rank_env.local_size)
@@ -294,6 +348,13 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
     bound = f", bound to {mine} each" if mine < cores else ""
     why = f"{counted}, {rank_env.local_size} local ranks{bound}"
     return f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({why}); set it yourself to change this"
+
+
+def let_yield(rank_env: RankEnv, environ: MutableMapping[str, str], cores: int = 0) -> None:
+    """Make waiting ranks yield if this host has fewer cores for the job than ranks; 0: count the cores."""
+    if rank_env.local_size > (cores or _count_cores()[1]):
+        for name, value in _YIELD.get(rank_env.launcher, {}).items():
+            environ.setdefault(name, value)
 
 
 def horovod_variables(host: str, *numbers: int) -> dict[str, str]:
@@ -319,6 +380,11 @@ def set_horovods(rank_env: RankEnv, environ: MutableMapping[str, str]) -> None:
 def let_hangup_end(environ: MutableMapping[str, str]) -> None:
     """Let SIGHUP end this rank: else UCX takes it, and stops the rank for a debugger."""
     environ.setdefault("UCX_DEBUG_SIGNO", "0")
+
+
+def leave_no_files(environ: MutableMapping[str, str]) -> None:
+    """Let UCX make no shared memory: its files would stay in /dev/shm when this rank is killed."""
+    environ.setdefault("UCX_TLS", "^sm")
 
 
 def _count_cores() -> tuple[int, int, str]:

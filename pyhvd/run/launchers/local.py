@@ -25,7 +25,7 @@ from pyhvd.common.text import list_numbers
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
-from pyhvd.job.mpi.rank_env import OF_ONE_RANK, OPENMPI, without
+from pyhvd.job.mpi.rank_env import OPENMPI, outside_of_rank
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, LOST, ExitReport, root_cause
 from pyhvd.job.process.guardian import die_with_parent, signal_group
@@ -79,7 +79,7 @@ def launch(options: Options) -> int:
         if options.dry_run:
             return 0
         segments.sweep()
-        return _LocalJob(command, without(os.environ, *OF_ONE_RANK) | settings, job_dir, options).run()
+        return _LocalJob(command, outside_of_rank(os.environ) | settings, job_dir, options).run()
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ def mpi_world(comm: object, *, owned: bool = False) -> World:
         # its ranks have called that: no background thread, which others wait for, could run meanwhile.
         comm.allreduce(0)
     base = comm if owned else comm.Dup()
-    topology = _mpi_topology(base)
+    topology = mpi_topology(base)
     tree = Tree.of(topology.rank, topology.hosts)
 
     def connect(given: Bell | None) -> ControlTransport:
@@ -113,7 +113,8 @@ def _abort() -> None:
     os._exit(1)
 
 
-def _mpi_topology(comm: MPI.Intracomm) -> Topology:
+def mpi_topology(comm: MPI.Intracomm) -> Topology:
+    """Return this rank's place among the ranks of a communicator. Collective."""
     local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     try:
         lowest: int = local.bcast(comm.Get_rank())

@@ -233,7 +233,7 @@ def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE
             # An address that drops packets must leave time for the others.
             share = (until - time.monotonic()) / (len(addresses) - place)
             try:
-                return _connect_one(address, key, max(share, 0.01))
+                return connect_once(address, key, max(share, 0.01))
             except (OSError, ChannelError) as exc:
                 met = failures.setdefault(f"{address[0]}:{address[1]}", [])
                 if str(exc) not in met:
@@ -244,7 +244,16 @@ def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE
         time.sleep(_AGAIN_S)
 
 
-def _connect_one(address: Address, key: bytes, timeout: float) -> Connection:
+def connect_once(address: Address, key: bytes, timeout: float) -> Connection:
+    """Return a connection to a server that answers at this address and holds the key.
+
+    Raises
+    ------
+    OSError
+        TCP does not connect within `timeout` seconds.
+    ChannelError
+        The peer does not prove the key within `timeout` seconds.
+    """
     until = time.monotonic() + timeout
     connection = Connection(socket.create_connection(address, timeout=timeout), Session(key, Role.CLIENT))
     try:

@@ -255,7 +255,7 @@ def test_the_error_has_the_causes_of_all_attempts(monkeypatch: pytest.MonkeyPatc
     def fail(*_: object) -> None:
         raise ChannelError(next(met))
 
-    monkeypatch.setattr(connection, "_connect_one", fail)
+    monkeypatch.setattr(connection, "connect_once", fail)
     monkeypatch.setattr(connection, "_AGAIN_S", 0.001)
     with pytest.raises(ChannelError) as caught:
         connect([("h", 1)], KEY, 0.1)
