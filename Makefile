@@ -128,6 +128,11 @@ test-spark-torch: .venv-spark/.torch ## its Estimator with torch modules: instal
 test-torch: .venv-spark/.torch ## pyhvd.torch: tensors, gradients, optimizers; installs torch
 	@$(SUITE) torch
 
+.PHONY: judge-torch
+judge-torch: .venv-spark/.torch ## torch's own tests of backends on pyhvd and gloo, into docs/torch_distributed_judge.md; an hour
+	@.venv-spark/bin/python -m tests.torch.distributed.judge $(ARGS)
+	@$(PYTHON) scripts/fill_judge.py
+
 .PHONY: test-frameworks
 test-frameworks: .venv-frameworks/.done ## arrays of JAX, TensorFlow and Keras, docs/frameworks.md, examples/spark_keras.py; 3 GB
 	@$(SUITE) frameworks
