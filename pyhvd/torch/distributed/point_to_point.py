@@ -1,7 +1,7 @@
 """Sends and receives of torch.distributed, by MPI, on a communicator of their own.
 
-The tag of a message has the id of the group's process set in its upper bits, and the user's tag below. So
-groups never take each other's messages, and one communicator serves all.
+The tag of a message has the id of the group's process set in its upper bits, and the user's tag below, or one
+of pyhvd's own. So groups never take each other's messages, and one communicator serves all.
 
 MPI makes progress only inside its functions, and a blocking one would keep a core busy and would not see that
 another rank has ended. So a thread that waits tests its request, and sleeps ever longer between two tests.
@@ -21,6 +21,7 @@ from pyhvd.torch.distributed.errors import CollectiveError
 from pyhvd.torch.distributed.work import Work
 
 _GROUP_BITS = 12
+_OWN_TAGS = 64  # of pyhvd, which repeat after so many
 _SPIN_SECONDS = 20e-6
 _LONGEST_NAP = 1e-3
 _LOOK_SECONDS = 0.5
@@ -43,26 +44,33 @@ class PointToPoint:
         self._mpi, self._context = MPI, context
         self._comm = MPI.COMM_WORLD.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._tag_bits = (cast(int, self._comm.Get_attr(MPI.TAG_UB)) >> _GROUP_BITS).bit_length()
+        tags = cast(int, self._comm.Get_attr(MPI.TAG_UB)) + 1
+        self._tag_bits = (tags >> _GROUP_BITS).bit_length() - 1
+        self._user_tags = (1 << self._tag_bits) - _OWN_TAGS
 
-    def send(self, memory: Any, rank: int, set_id: int, tag: int) -> Transfer:
-        """Start to send contiguous memory to a rank of the job."""
-        made = self._comm.Isend(self._buffer(memory), rank, self._tag(set_id, tag))
+    def send(self, memory: Any, rank: int, set_id: int, tag: int, *, own: bool = False) -> Transfer:
+        """Start to send contiguous memory to a rank of the job; ``own``: the tag is not a user's."""
+        made = self._comm.Isend(self._buffer(memory), rank, self._tag(set_id, tag, own=own))
         return Transfer(made, f"send to rank {rank} with tag {tag}", [rank], self._context)
 
-    def receive(self, memory: Any, rank: int | None, others: list[int], set_id: int, tag: int) -> Transfer:
+    def receive(
+        self, memory: Any, rank: int | None, others: list[int], set_id: int, tag: int, *, own: bool = False
+    ) -> Transfer:
         """Start to receive into contiguous memory; None is any of the ``others``."""
         source = self._mpi.ANY_SOURCE if rank is None else rank
-        made = self._comm.Irecv(self._buffer(memory), source, self._tag(set_id, tag))
+        made = self._comm.Irecv(self._buffer(memory), source, self._tag(set_id, tag, own=own))
         if rank is None:
             return Transfer(made, f"receive from any rank with tag {tag}", others, self._context)
         return Transfer(made, f"receive from rank {rank} with tag {tag}", [rank], self._context)
 
-    def _tag(self, set_id: int, tag: int) -> int:
-        if not 0 <= tag < 1 << self._tag_bits or set_id >= 1 << _GROUP_BITS:
+    def _tag(self, set_id: int, tag: int, *, own: bool) -> int:
+        if own:
+            tag = self._user_tags + tag % _OWN_TAGS
+        elif not 0 <= tag < self._user_tags:
+            raise ValueError(f"tag {tag}: this MPI has room for tags from 0 to {self._user_tags - 1}")
+        if set_id >= 1 << _GROUP_BITS:
             raise ValueError(
-                f"tag {tag} in a group with id {set_id}: this MPI has room for tags below"
-                f" {1 << self._tag_bits}, and for group ids below {1 << _GROUP_BITS}"
+                f"a group with id {set_id}: ids of groups that send are below {1 << _GROUP_BITS}"
             )
         return set_id << self._tag_bits | tag
 

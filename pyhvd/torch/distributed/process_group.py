@@ -29,6 +29,7 @@ from pyhvd.native.shared_memory import (
     start,
     start_move,
 )
+from pyhvd.torch.distributed.monitored_barrier import MonitoredBarrier
 from pyhvd.torch.distributed.ops import op_of
 from pyhvd.torch.distributed.point_to_point import PointToPoint, ReceiveWork
 from pyhvd.torch.distributed.tensors import (
@@ -99,6 +100,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._ranks: list[int] = process_set.ranks or []
         self._group_name, self._description = name, "undefined"
         self._coalesced: list[Work] | None = None
+        self._monitored: MonitoredBarrier | None = None
         self._sparse_calls = itertools.count()
         self._set_default_timeout(timeout)
 
@@ -308,9 +310,12 @@ class ProcessGroup(dist.ProcessGroup):
         """Wait until all ranks have called it."""
         return self._move(BARRIER, 0, None, None, opts, [], None)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002
-        """Wait until all ranks have called it; the error of a timeout names all that have not."""
-        self.barrier().wait(timeout)
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Wait until all ranks have called it; the error of a timeout names those that have not."""
+        if self._monitored is None:
+            self._monitored = MonitoredBarrier(self._point_to_point, self._ranks, self._set_id(), self._rank)
+        seconds = self._limit if timeout is None else timeout.total_seconds()
+        self._monitored.wait(seconds, names_all=wait_all_ranks)
 
     # -- from one rank to another ----------------------------------------------------------------------
 
