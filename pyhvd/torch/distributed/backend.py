@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from pyhvd.api.lifecycle import init
 from pyhvd.api.process_sets import found_process_set
+from pyhvd.api.topology import is_initialized
 from pyhvd.engine import context
 from pyhvd.engine.context import Context
 from pyhvd.errors import TransportError
+from pyhvd.job.mpi.store_world import join_world
 from pyhvd.native.shared_memory import hide_sites
 from pyhvd.torch.distributed.point_to_point import PointToPoint
 from pyhvd.torch.distributed.process_group import ProcessGroup
@@ -87,6 +89,8 @@ def _refuse_other_backends() -> None:
 
 def _start(options: Any, *, whole: bool) -> Context:
     """Start pyhvd if it is not up; raise TransportError if its ranks are not torch's."""
+    if whole and not is_initialized():
+        join_world(options.store, options.group_rank, options.group_size)
     init()
     active = context.current()
     place = active.topology

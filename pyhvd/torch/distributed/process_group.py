@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyhvd.api.process_sets import ProcessSet, remove_process_set
+from pyhvd.api.process_sets import ProcessSet, start_removal
 from pyhvd.native.shared_memory import (
     ALLGATHER,
     ALLTOALL,
@@ -148,9 +148,8 @@ class ProcessGroup(dist.ProcessGroup):
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
-        """Remove the group's process set; calls that have not ended fail."""
-        if self._process_set.process_set_id is not None:
-            remove_process_set(self._process_set)
+        """Begin to remove the group; its calls that have not ended fail when all ranks have done so."""
+        start_removal(self._process_set)
 
     abort = shutdown
 
