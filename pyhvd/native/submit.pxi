@@ -120,6 +120,40 @@ def start(int form, tensors, average, name, op, prescale, postscale, process_set
     return handle
 
 
+cdef dict _own_files = {}  # {name of a source file: whether it is no program's}
+cdef tuple _own_folders = (os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),)
+
+
+cdef extern from "Python.h":
+    void* PyEval_GetFrame()
+
+
+def hide_sites(folder):
+    """Let :func:`find_site` look for callers outside of a folder, as of pyhvd's; its name ends with a slash."""
+    global _own_folders
+    _own_folders = (*_own_folders, folder)
+    _own_files.clear()
+
+
+cpdef object find_site():
+    """Return the code object of the caller outside of pyhvd, and the offset of the call in it; or None."""
+    cdef void* top = PyEval_GetFrame()
+    cdef object frame, code, file, own
+    if top == NULL:
+        return None
+    frame = <object>top
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        own = _own_files.get(file)
+        if own is None:
+            own = _own_files[file] = file.startswith(_own_folders)
+        if own is False:
+            return code, frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
 cpdef object start_move(int verb, int form, tensors, term, name, process_set):
     """Submit a call that reduces nothing: to the fast path if the call is cached, else by message.
 

@@ -4,38 +4,6 @@ cdef str _UNNAMED = "noname"  # pyhvd.negotiation.messages.UNNAMED
 cdef uint32_t NO_SLOT = 0xffffffff
 cdef uint64_t NUMBER_FACTOR = 0x9E3779B97F4A7C15  # odd, so different numbers give different products
 cdef Py_ssize_t MOST_REMEMBERED = 16384  # arrays of all signatures of a set
-cdef dict _own_files = {}  # {name of a source file: whether it is no program's}
-cdef tuple _own_folders = (os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),)
-
-
-cdef extern from "Python.h":
-    void* PyEval_GetFrame()
-
-
-def hide_sites(folder):
-    """Let :func:`find_site` look for callers outside of a folder, as of pyhvd's; its name ends with a slash."""
-    global _own_folders
-    _own_folders = (*_own_folders, folder)
-    _own_files.clear()
-
-
-cpdef object find_site():
-    """Return the code object of the caller outside of pyhvd, and the offset of the call in it; or None."""
-    cdef void* top = PyEval_GetFrame()
-    cdef object frame, code, file, own
-    if top == NULL:
-        return None
-    frame = <object>top
-    while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
-        own = _own_files.get(file)
-        if own is None:
-            own = _own_files[file] = file.startswith(_own_folders)
-        if own is False:
-            return code, frame.f_lasti
-        frame = frame.f_back
-    return None
 
 
 cdef class Signature:

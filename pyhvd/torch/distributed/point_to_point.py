@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from pyhvd.torch.distributed.work import Work
 
 _GROUP_BITS = 12
 _OWN_TAGS = 64  # of pyhvd, which repeat after so many
-_SPIN_SECONDS = 20e-6
+_SPIN_SECONDS = 200e-6
 _LONGEST_NAP = 1e-3
 _LOOK_SECONDS = 0.5
 
@@ -125,7 +126,10 @@ class Transfer:
                 nap = min(nap + 20e-6, _LONGEST_NAP)
             if waited >= watch.due and (error := watch.look(waited)) is not None:
                 self._end(error)
-            time.sleep(nap)
+            if nap:
+                time.sleep(nap)
+            else:
+                os.sched_yield()
         return True
 
     def result(self) -> None:
