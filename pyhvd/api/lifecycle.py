@@ -21,10 +21,10 @@ from pyhvd.engine.autotuner import SampleLog, open_log
 from pyhvd.engine.context import Context, ContextHolder, StaticSet
 from pyhvd.errors import ConfigError, NotInitializedError, TransportError
 from pyhvd.job.mpi.alone import explain_alone
-from pyhvd.job.mpi.flavour import judge_library, load_mpi
-from pyhvd.job.mpi.rank_env import claim_rank, explain_child
-from pyhvd.job.mpi.store_world import join_torchrun
+from pyhvd.job.mpi.flavour import explain_no_mpi, judge_library
+from pyhvd.job.mpi.rank_env import claim_rank, explain_child, read_torchrun
 from pyhvd.observe.prometheus import Endpoint
+from pyhvd.transport.mpi import ending
 from pyhvd.transport.world import World
 
 _log = logging.getLogger("pyhvd")
@@ -164,11 +164,16 @@ def _mpi_world(comm: Any, config: Config) -> World:
 
     if config.mpi_threads_disable:  # without effect if MPI has been initialised
         mpi4py.rc.thread_level = "serialized"
-    if not config.allow_alone:
-        join_torchrun(config.link_interfaces)
-    load_mpi()
-    from mpi4py import MPI
+    ending.take_over()
+    if read_torchrun() is not None and not config.allow_alone:
+        from pyhvd.job.mpi.store_world import join_torchrun
 
+        join_torchrun(config.link_interfaces)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as exc:
+        raise ImportError(explain_no_mpi(exc)) from exc
+    ending.watch_abort()
     from pyhvd.transport.mpi.fabric import sub_communicator
     from pyhvd.transport.mpi.world import mpi_world, start_mpi
 

@@ -108,9 +108,14 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as exc:
-        raise ImportError(f"mpi4py finds no MPI library ({exc}); {how_to_get()}") from exc
+        raise ImportError(explain_no_mpi(exc)) from exc
     ending.watch_abort()
     return MPI
+
+
+def explain_no_mpi(exc: Exception) -> str:
+    """Return the error's text where the import of ``mpi4py.MPI`` failed."""
+    return f"mpi4py finds no MPI library ({exc}); {how_to_get()}"
 
 
 def find_library() -> Flavour:
