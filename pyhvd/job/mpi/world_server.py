@@ -16,8 +16,9 @@ may keep the GIL until all ranks are in. This module imports little, so that the
    deadline. It tells the deadline to the ranks that are here, with the numbers of those that are missing.
 6. If a rank ends before all ranks are up, waits in vain for one that has ended, or calls MPI_Abort, all
    connections close. MPI then ends the ranks that wait for the server.
-7. MPICH's ranks of one host wait for each other in shared memory, too, where MPI sees no end. So ranks on the
-   server's host that are not up are killed 5 s later, if torchrun has not ended them by then.
+7. MPICH's ranks of one host wait for each other in shared memory, too, where they learn of no end. So the
+   server kills the ranks on its own host 5 s later, if torchrun has not ended them by then: those that are
+   not up, or all after MPI_Abort.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class PmiLoop:
         self._server, self._pids = server, pids
         self._sockets = dict(enumerate(sockets))
         self._begun = [b""] * len(sockets)
-        self._coming = set(self._sockets)  # the ranks that are not up
+        self._ending = set(self._sockets)  # the ranks that are not up: if one fails, these must end
         self._finalized: set[int] = set()
         self._selector = selectors.DefaultSelector()
         for rank, sock in self._sockets.items():
@@ -280,8 +281,9 @@ class PmiLoop:
                 for key, _ in self._selector.select():
                     if key.data in self._sockets:
                         self._read(key.data)
-        except Abort:
-            self.clean = False  # MPI has said so on stderr
+        except Abort:  # MPI has said so on stderr
+            self.clean = False
+            self._ending = set(self._sockets)
         except PmiError as exc:
             self.clean = False
             raise WorldError(str(exc)) from exc
@@ -290,12 +292,12 @@ class PmiLoop:
             self._selector.close()
 
     def _end_waiting(self) -> None:
-        """Close all connections, and kill the ranks here that wait in MPI_Init all the same."""
+        """Close all connections, and kill those ranks here that must end, if they do not by themselves."""
         waiting = {}
         for rank, sock in self._sockets.items():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
-            if rank in self._coming and rank in self._pids:
+            if rank in self._ending and rank in self._pids:
                 waiting[sock] = self._pids[rank]
             else:
                 self._selector.unregister(sock)
@@ -326,7 +328,7 @@ class PmiLoop:
             raise PmiError(f"rank {rank} wrote to the descriptor of its PMI server")
         for line in lines:
             if line == UP[:-1]:
-                self._coming.discard(rank)
+                self._ending.discard(rank)
                 continue
             answers = self._server.handle(rank, line.decode(errors="replace"))
             if line.startswith(b"cmd=finalize"):
@@ -349,7 +351,7 @@ class PmiLoop:
         sock.close()
         self.clean = self.clean and rank in self._finalized
         self._server.leave(rank)
-        if self._coming and rank not in self._finalized:
+        if self._ending and rank not in self._finalized:
             raise PmiError(
                 f"rank {rank} has ended before all ranks had left MPI_Init: its own output says why"
             )

@@ -241,6 +241,19 @@ def test_a_place_that_pmi_cannot_describe_is_told_to_all(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("no_mercy")
+def test_mpi_abort_ends_all_ranks_of_the_host() -> None:
+    with subprocess.Popen(["sleep", "100"]) as computing, served(2) as it:
+        one, zero = seated(it.come(1), it.come(0, pid=computing.pid))
+        for sock in (zero, one):
+            sock.sendall(world_server.UP)
+        time.sleep(0.1)
+        one.sendall(b"cmd=abort exitcode=3\n")
+        assert computing.wait(SECONDS) == -signal.SIGKILL
+        zero.close()
+        one.close()
+
+
+@pytest.mark.usefixtures("no_mercy")
 @pytest.mark.parametrize("up", [False, True])
 def test_a_rank_in_mpi_init_is_killed_if_another_has_ended(
     up: bool, capfd: pytest.CaptureFixture[str]
