@@ -56,6 +56,7 @@ class MonitoredBarrier:
         self._send(0)
         answer = self._receive(0)
         if not answer.wait(seconds) or answer.exception() is not None:
+            answer.cancel()
             raise self._late(
                 seconds,
                 [0],
@@ -65,22 +66,24 @@ class MonitoredBarrier:
 
     def _gather(self, seconds: float, *, names_all: bool) -> None:
         until = time.monotonic() + seconds
-        late = []
         transfers = [self._receive(rank) for rank in range(1, len(self._ranks))]
-        if transfers and seconds <= 0:
-            text = "Rank 0 timed out in monitoredBarrier after 0 ms."
-            raise self._late(0.0, range(1, len(self._ranks)), text)
+        late = []
         for rank, transfer in enumerate(transfers, 1):
             if not transfer.wait(max(until - time.monotonic(), 0.0)) or transfer.exception() is not None:
                 late.append(rank)
                 if not names_all:
                     break
-        if late:
-            who = f"Rank {late[0]}" if len(late) == 1 else f"Ranks {', '.join(map(str, late))}"
-            text = f"{who} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms"
-            raise self._late(seconds, late, text)
-        for rank in range(1, len(self._ranks)):
-            self._send(rank)
+        if not late:
+            for rank in range(1, len(self._ranks)):
+                self._send(rank)
+            return
+        for transfer in transfers:
+            transfer.cancel()
+        who = f"Rank {late[0]}" if len(late) == 1 else f"Ranks {', '.join(map(str, late))}"
+        text = f"{who} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms"
+        if seconds <= 0:
+            text = "Rank 0 timed out in monitoredBarrier after 0 ms."
+        raise self._late(seconds, late, text)
 
     def _send(self, rank: int) -> None:
         self._messages.send(self._empty, self._ranks[rank], self._set_id, self._number, own=True).wait()

@@ -4,7 +4,8 @@ The tag of a message has the id of the group's process set in its upper bits, an
 of pyhvd's own. So groups never take each other's messages, and one communicator serves all.
 
 MPI makes progress only inside its functions, and a blocking one would keep a core busy and would not see that
-another rank has ended. So a thread that waits tests its request, and sleeps ever longer between two tests.
+another rank has ended. So a thread that waits tests its request, and sleeps ever longer between two tests. A
+long message moves only if both ranks test it, so a thread tests the requests for which no other thread waits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _GROUP_BITS = 12
 _OWN_TAGS = 64  # of pyhvd, which repeat after so many
 _SPIN_SECONDS = 200e-6
 _LONGEST_NAP = 1e-3
+_LONGEST_TEST_NAP = 10e-3  # of the thread that tests what no other thread waits for
+_IDLE_SECONDS = 0.1
 _LOOK_SECONDS = 0.5
 
 _log = logging.getLogger("pyhvd")
@@ -48,11 +51,12 @@ class PointToPoint:
         tags = cast(int, self._comm.Get_attr(MPI.TAG_UB)) + 1
         self._tag_bits = (tags >> _GROUP_BITS).bit_length() - 1
         self._user_tags = (1 << self._tag_bits) - _OWN_TAGS
+        self._open = OpenTransfers()
 
     def send(self, memory: Any, rank: int, set_id: int, tag: int, *, own: bool = False) -> Transfer:
         """Start to send contiguous memory to a rank of the job; ``own``: the tag is not a user's."""
         made = self._comm.Isend(self._buffer(memory), rank, self._tag(set_id, tag, own=own))
-        return Transfer(made, f"send to rank {rank} with tag {tag}", [rank], self._context)
+        return self._started(made, memory, f"send to rank {rank} with tag {tag}", [rank])
 
     def receive(
         self, memory: Any, rank: int | None, others: list[int], set_id: int, tag: int, *, own: bool = False
@@ -61,8 +65,14 @@ class PointToPoint:
         source = self._mpi.ANY_SOURCE if rank is None else rank
         made = self._comm.Irecv(self._buffer(memory), source, self._tag(set_id, tag, own=own))
         if rank is None:
-            return Transfer(made, f"receive from any rank with tag {tag}", others, self._context)
-        return Transfer(made, f"receive from rank {rank} with tag {tag}", [rank], self._context)
+            return self._started(made, memory, f"receive from any rank with tag {tag}", others)
+        return self._started(made, memory, f"receive from rank {rank} with tag {tag}", [rank])
+
+    def _started(self, request: Any, memory: Any, name: str, waits_for: list[int]) -> Transfer:
+        transfer = Transfer(request, memory, name, waits_for, self._context)
+        if not transfer.done():
+            self._open.add(transfer)
+        return transfer
 
     def _tag(self, set_id: int, tag: int, *, own: bool) -> int:
         if own:
@@ -87,6 +97,8 @@ class Transfer:
     ----------
     request : MPI.Request
         MPI's.
+    memory : torch.Tensor
+        What MPI reads or writes; kept as long as the transfer.
     name : str
         What it does, for errors.
     waits_for : list of int
@@ -95,12 +107,13 @@ class Transfer:
         Tells that the job has failed, and how long a wait may be.
     """
 
-    def __init__(self, request: Any, name: str, waits_for: list[int], context: Context) -> None:
+    def __init__(self, request: Any, memory: Any, name: str, waits_for: list[int], context: Context) -> None:
         self.name, self.waits_for = name, waits_for
+        self._memory = memory
         self.source = -1
         self._request, self._context = request, context
         self._lock = threading.Lock()  # MPI allows one thread at a time to test a request
-        self._ended = False
+        self._ended = self.is_lost = False
         self._error: BaseException | None = None
 
     def done(self) -> bool:
@@ -143,6 +156,13 @@ class Transfer:
         self.wait()
         return self._error
 
+    def cancel(self) -> None:
+        """Give up a receive that has not ended."""
+        with self._lock:
+            if not self._ended:
+                self._request.Cancel()
+        self.done()
+
     def flush(self) -> None:
         """Do nothing: it has been started."""
 
@@ -158,7 +178,7 @@ class Transfer:
     def _end(self, error: BaseException) -> None:
         with self._lock:
             if not self._ended:
-                self._error, self._ended = error, True
+                self._error, self.is_lost, self._ended = error, True, True
 
     def _test(self) -> None:
         from mpi4py import MPI
@@ -173,8 +193,49 @@ class Transfer:
         if self._ended:
             self.source = status.Get_source()
         elif (failure := self._context.runtime.ended) is not None:
-            self._error = CollectiveError.of(failure)
+            self._error, self.is_lost = CollectiveError.of(failure), True
             self._ended = True
+
+
+class OpenTransfers:
+    """Keeps the transfers that have not ended, with their memory; a thread tests them.
+
+    The program may have dropped a transfer, or do something else meanwhile, such as a collective with the
+    same rank. The thread ends some time after the last transfer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[Transfer] = []
+        self._lost: list[Transfer] = []  # MPI may still use their memory
+        self._changed = 0.0  # when a transfer came or ended
+        self._has_thread = False
+
+    def add(self, transfer: Transfer) -> None:
+        """Keep a transfer until it ends."""
+        with self._lock:
+            self._open.append(transfer)
+            self._changed = time.monotonic()
+            if self._has_thread:
+                return
+            self._has_thread = True
+        threading.Thread(target=self._main, name="pyhvd-transfers", daemon=True).start()
+
+    def _main(self) -> None:
+        while True:
+            passed = time.monotonic() - self._changed
+            time.sleep(min(max(passed / 50, _LONGEST_NAP), _LONGEST_TEST_NAP))
+            with self._lock:
+                chosen = self._open.copy()
+            ended = [transfer for transfer in chosen if transfer.done()]
+            with self._lock:
+                if ended:
+                    self._open = [transfer for transfer in self._open if transfer not in ended]
+                    self._lost += [transfer for transfer in ended if transfer.is_lost]
+                    self._changed = time.monotonic()
+                if not self._open and passed > _IDLE_SECONDS:
+                    self._has_thread = False
+                    return
 
 
 class _PeerWatch:
