@@ -6,6 +6,7 @@ pairs them, and ranks that call something else get pyhvd's MismatchError with al
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pyhvd.api.process_sets import ProcessSet, start_removal
+from pyhvd.errors import HorovodInternalError
 from pyhvd.native.shared_memory import (
     ALLGATHER,
     ALLTOALL,
@@ -149,7 +151,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Begin to remove the group; its calls that have not ended fail when all ranks have done so."""
-        start_removal(self._process_set)
+        with contextlib.suppress(HorovodInternalError):  # another rank has removed it, and has ended the job
+            start_removal(self._process_set)
 
     abort = shutdown
 
