@@ -323,7 +323,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Any], rank: int, tag: int) -> Work:
         """Start to send a tensor to a rank of the group."""
-        sent = flat(tensors[0])
+        sent = flat(tensors[0]).contiguous()  # a row of every second element is flat too
         request = self._point_to_point.send(sent, self._ranks[rank], self._set_id(), tag)
         return self._collect(make_work(request, tensors, self._limit))
 

@@ -41,8 +41,8 @@ def in_place_each(tensors: Sequence[Any]) -> tuple[list[Any], Store | None]:
 
 
 def as_bytes(tensor: Any) -> Any:
-    """Return a contiguous tensor as pyhvd can move it: by itself, or its memory as bytes."""
-    return tensor if tensor.dtype in _SENT else tensor.view(-1).view(torch.uint8)
+    """Return a tensor as pyhvd can move it: by itself, or its memory as bytes."""
+    return tensor if tensor.dtype in _SENT else tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def flat(tensor: Any) -> Any:
