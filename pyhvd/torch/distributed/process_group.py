@@ -192,8 +192,10 @@ class ProcessGroup(dist.ProcessGroup):
         inputs = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
         sent, sizes = flat_parts(inputs)
         chosen = op_of(opts, inputs[0].dtype, op)
-        if len(set(sizes)) == 1:
-            return self._reduce(SCATTERS, sent, chosen, opts, outputs, partial(store_flat, outputs[0]))
+        if sizes == [outputs[0].numel()] * self._size:
+            target = flat(outputs[0])
+            store = partial(store_placed, outputs[0], target)
+            return self._reduce(SCATTERS | PLACED, (sent, target), chosen, opts, outputs, store)
         own = slice(sum(sizes[: self._rank]), sum(sizes[: self._rank + 1]))
         return self._reduce(0, sent, chosen, opts, outputs, lambda all_: store_flat(outputs[0], all_[own]))
 

@@ -54,7 +54,20 @@ def flat(tensor: Any) -> Any:
 def flat_parts(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
     """Return the elements of several tensors in one dimension, and how many are each one's."""
     parts = [flat(tensor) for tensor in tensors]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)), [part.numel() for part in parts]
+    return _joined(parts), [part.numel() for part in parts]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return several tensors of one dimension as one; without a copy if they are the pieces of one memory."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end:
+            return torch.cat(parts)
+        end += part.nbytes
+    memory = first.untyped_storage().data_ptr()
+    if any(part.untyped_storage().data_ptr() != memory or part.dtype is not first.dtype for part in parts):
+        return torch.cat(parts)
+    return first if len(parts) == 1 else first.as_strided([sum(part.numel() for part in parts)], [1])
 
 
 def in_rows(tensor: Any, splits: Sequence[int], size: int) -> tuple[Any, list[int]]:
