@@ -133,6 +133,10 @@ judge-torch: .venv-spark/.torch ## torch's own tests of backends on pyhvd and gl
 	@.venv-spark/bin/python -m tests.torch.distributed.judge $(ARGS)
 	@$(PYTHON) scripts/fill_judge.py
 
+.PHONY: test-torchdist
+test-torchdist: .venv-spark/.torchdist ## pyhvd as a backend of torch.distributed: DDP, FSDP, DTensor, Lightning and others; installs them
+	@$(SUITE) torchdist
+
 .PHONY: test-frameworks
 test-frameworks: .venv-frameworks/.done ## arrays of JAX, TensorFlow and Keras, docs/frameworks.md, examples/spark_keras.py; 3 GB
 	@$(SUITE) frameworks
@@ -352,6 +356,10 @@ endef
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-spark-torch
 %/.torch: %/.done
 	$(call group,torch)
+
+# Lightning, accelerate and transformers, whose tests skip without them.
+%/.torchdist: %/.torch
+	$(call group,torchdist)
 
 # For test-all and CI: torch where pip finds a wheel for CPUs alone.
 WITH_TORCH = .venv-spark/.torch .venv-spark-openmpi/.torch

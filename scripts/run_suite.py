@@ -92,6 +92,9 @@ PARTS = {
         workers=3,
         stamp=".torch",
     ),
+    "torchdist": Part(
+        ".venv-spark", ("tests/torch/distributed",), NO_TORCH, arguments=BY_FILE, workers=2, stamp=".torch"
+    ),
     "frameworks": Part(".venv-frameworks", ("tests/frameworks",)),
     "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=3),
     "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=(*BY_FILE, "-m", "not any_spark"), workers=2),
@@ -104,8 +107,9 @@ PARTS = {
 
 # What covers every behaviour once for each carrier that differs.
 PLAIN = ("unit", "ranks", "mpi-mpich", "mpi-openmpi")
-# spark has the test files of spark-torch; the venvs of frameworks and torch-oldest take gigabytes.
-ALL = tuple(name for name in PARTS if name not in ("spark-torch", "frameworks", "torch-oldest"))
+# spark has the test files of spark-torch, and torch those of torchdist.
+# The venvs of frameworks and torch-oldest take gigabytes.
+ALL = tuple(name for name in PARTS if name not in ("spark-torch", "torchdist", "frameworks", "torch-oldest"))
 
 
 @dataclass
