@@ -79,7 +79,7 @@ class TorchHostLibrary:
         return TensorView(_as_array(in_memory), info, home, library=self, owner=owner, layout=layout)
 
 
-class _Memory:
+class _TensorMemory:
     """A tensor's memory, as NumPy takes it. ``Tensor.numpy()`` would forbid ``resize_()`` on the storage."""
 
     def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:
@@ -97,7 +97,7 @@ def _as_array(tensor: Any) -> np.ndarray[Any, Any]:
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), dtype)
-    return np.asarray(_Memory(tensor, dtype))
+    return np.asarray(_TensorMemory(tensor, dtype))
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int]) -> str:

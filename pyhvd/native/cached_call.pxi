@@ -336,12 +336,14 @@ cdef class CachedCall:
         return True
 
     cdef bint can_take(self, object tensor, int64_t* addresses) except -1:
-        """Return whether a tensor can take the result of a call of one; if so, store its address as second."""
+        """Return whether a tensor can take the result of a call of one; store its address as the second."""
         cdef TensorType kind = <TensorType>_tensor_types.get(type(tensor))
         cdef int64_t source = addresses[0]
         cdef int64_t own = 0
         cdef int64_t nbytes = self.first.length() * <int64_t>pyhvd_itemsize(self.first.code)
-        if kind is None or self.first.in_arena or not kind.can_take(self.first, <PyObject*>tensor, &addresses[1]):
+        if kind is None or self.first.in_arena:
+            return False
+        if not kind.can_take(self.first, <PyObject*>tensor, &addresses[1]):
             return False
         if source >= addresses[1] + <int64_t>self.first.result_bytes or addresses[1] >= source + nbytes:
             return True

@@ -91,9 +91,9 @@ def start(int form, tensors, average, name, op, prescale, postscale, process_set
     ----------
     form : int
         Flags: GROUPED if ``tensors`` is a list, IN_PLACE if the results go into the tensors, SCATTERS for a
-        reducescatter, WAITS if the caller waits at once: it flushes and makes progress itself, so no thread is
-        woken. PLACED if ``tensors`` is a pair: a tensor, and one that may take the result. The call's result is
-        that one if it has taken it.
+        reducescatter, WAITS if the caller waits at once: it flushes and makes progress itself, so no thread
+        is woken. PLACED if ``tensors`` is a pair: a tensor, and one that may take the result. The call's
+        result is that one if it has taken it.
     tensors, average, name, op, prescale, postscale, process_set
         The user's arguments.
 
@@ -129,7 +129,7 @@ cdef extern from "Python.h":
 
 
 def hide_sites(folder):
-    """Let :func:`find_site` look for callers outside of a folder, as of pyhvd's; its name ends with a slash."""
+    """Let :func:`find_site` look for callers outside of a folder too; its name ends with a slash."""
     global _own_folders
     _own_folders = (*_own_folders, folder)
     _own_files.clear()
