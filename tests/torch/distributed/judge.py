@@ -62,6 +62,17 @@ class Verdict:
         else:
             self.skipped[name] = outcomes[0][1]
 
+    def summary(self) -> dict[str, Any]:
+        """Return what the report has: of a failure the first line if it hung or crashed, else the last."""
+        failed = {name: text.strip().splitlines() for name, text in self.failed.items()}
+        return vars(self) | {
+            "failed": {
+                name: lines[0] if lines[0].startswith(("hung", "crashed")) else lines[-1]
+                for name, lines in failed.items()
+            },
+            "ends": [text.splitlines()[0] for text in self.ends],
+        }
+
 
 class World:
     """The ranks of one job, which run some tests up to one that has an outcome of ``last``."""
@@ -169,7 +180,7 @@ def main() -> None:
             print(f"{backend} on {size} ranks: {counts}, {time.time() - began:.0f} s", flush=True)
             for text in verdict.ends:
                 print(f"-- a world {text}", flush=True)
-            report["runs"].setdefault(backend, {})[str(size)] = vars(verdict)
+            report["runs"].setdefault(backend, {})[str(size)] = verdict.summary()
             if path:
                 path.write_text(json.dumps(report, indent=1) + "\n")
 
