@@ -22,6 +22,7 @@ from pyhvd.engine.context import Context
 from pyhvd.errors import TransportError
 from pyhvd.job.mpi.store_world import join_world
 from pyhvd.native.shared_memory import hide_sites
+from pyhvd.torch import rank_variables
 from pyhvd.torch.distributed.point_to_point import PointToPoint
 from pyhvd.torch.distributed.process_group import ProcessGroup
 
@@ -35,6 +36,7 @@ def register() -> None:
     """Make torch.distributed know the backend; does nothing the second time."""
     if NAME.upper() not in dist.Backend._plugins:
         hide_sites(os.path.join(os.path.dirname(torch.__file__), ""))
+        rank_variables.set_up()
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 
 

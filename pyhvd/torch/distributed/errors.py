@@ -32,9 +32,10 @@ class CollectiveTimeoutError(CollectiveError):
         """
         text = f"{handle.name!r} has not ended within its timeout of {seconds:g} s"
         runtime = context.current().runtime
+        waits_for = getattr(handle, "waits_for", [])  # of a send or receive, of which no other rank knows
         if runtime.ended is None:
-            waits_for = getattr(handle, "waits_for", [])  # of a send or receive, of which no other rank knows
             report = runtime.explain_wait(seconds or 0.0, handle.name if waits_for else "", waits_for)
             text = f"{text}\n{report}"
-        handle.add_done_callback(lambda ended: ended.exception())
+        if not waits_for:
+            handle.add_done_callback(lambda ended: ended.exception())
         return cls(text)

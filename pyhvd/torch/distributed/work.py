@@ -98,15 +98,18 @@ class Work(dist.Work):
     def _source_rank(self) -> int:
         return self.source_rank()
 
-    def end(self, seconds: float | None) -> None:
-        """Wait for the collective, and store its result, once; never raises."""
+    def end(self, seconds: float | None, waited: float | None = None) -> None:
+        """Wait for the collective, and store its result, once; never raises.
+
+        ``waited`` are the seconds that an error tells, if the wait has begun before.
+        """
         handle = self.handle
         if handle is None or handle.wait(seconds):
             with self.lock:
                 if not self._ended:
                     self._store_result()
         else:
-            self._error = CollectiveTimeoutError.late(handle, seconds)
+            self._error = CollectiveTimeoutError.late(handle, waited or seconds)
             self._ended = True
 
     def _store_result(self) -> None:
@@ -147,7 +150,7 @@ class Work(dist.Work):
         """End, if that is due, and complete the future, once; on a thread for completions."""
         _unfinished.remove(self)
         if not self._ended:
-            self.end(0.0)
+            self.end(0.0, self.limit)
         with self.lock:
             base, self._open_future = self._open_future, None
         if base is not None:
