@@ -20,6 +20,11 @@ class CollectiveError(DistBackendError):
         error.__cause__ = cause
         return error
 
+    @classmethod
+    def at_submission(cls, cause: HorovodInternalError) -> Exception:
+        """Return what a call raises that was not submitted: pyhvd's own error if the arguments are wrong."""
+        return cause if isinstance(cause, ValueError) else cls.of(cause)
+
 
 class CollectiveTimeoutError(CollectiveError):
     """A collective did not end within its timeout."""

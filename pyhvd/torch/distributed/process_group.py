@@ -31,6 +31,7 @@ from pyhvd.native.shared_memory import (
     start,
     start_move,
 )
+from pyhvd.torch.distributed.errors import CollectiveError
 from pyhvd.torch.distributed.monitored_barrier import MonitoredBarrier
 from pyhvd.torch.distributed.ops import op_of
 from pyhvd.torch.distributed.point_to_point import PointToPoint, ReceiveWork
@@ -365,11 +366,16 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce(
         self, form: int, tensors: Any, op: Any, opts: Any, outputs: list[Any], store: Store | None
     ) -> Work:
-        if getattr(opts, "asyncOp", True):
+        waits = not getattr(opts, "asyncOp", True)
+        if waits:
+            form |= WAITS
+        try:
             handle = start(form, tensors, None, None, op, 1.0, 1.0, self._process_set)
-            return self._collect(make_work(handle, outputs, self._limit, store))
-        handle = start(form | WAITS, tensors, None, None, op, 1.0, 1.0, self._process_set)
-        return end_now(handle, self._limit, store)
+        except HorovodInternalError as exc:
+            raise CollectiveError.at_submission(exc) from None
+        if waits:
+            return end_now(handle, self._limit, store)
+        return self._collect(make_work(handle, outputs, self._limit, store))
 
     def _move(
         self,
@@ -381,11 +387,16 @@ class ProcessGroup(dist.ProcessGroup):
         outputs: list[Any],
         store: Store | None,
     ) -> Work:
-        if getattr(opts, "asyncOp", True):
+        waits = not getattr(opts, "asyncOp", True)
+        if waits:
+            form |= WAITS
+        try:
             handle = start_move(verb, form, tensors, term, None, self._process_set)
-            return self._collect(make_work(handle, outputs, self._limit, store))
-        handle = start_move(verb, form | WAITS, tensors, term, None, self._process_set)
-        return end_now(handle, self._limit, store)
+        except HorovodInternalError as exc:
+            raise CollectiveError.at_submission(exc) from None
+        if waits:
+            return end_now(handle, self._limit, store)
+        return self._collect(make_work(handle, outputs, self._limit, store))
 
     def _collect(self, work: Work) -> Work:
         """Keep a work for :meth:`end_coalescing`, if calls are collected."""
