@@ -30,6 +30,7 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
 from pyhvd.engine.context import current_holder, process_holder
+from pyhvd.errors import UnsupportedOpError
 from pyhvd.native.shared_memory import (
     ALLGATHER,
     ALLTOALL,
@@ -284,6 +285,13 @@ def _in_arena(call: Call, source: View, target: View | None) -> tuple[View | Non
 # -- reducescatter -------------------------------------------------------------------------------------
 
 
+def _refuse_scatter(op: Any, name: str | None, process_set: ProcessSet, *, grouped: bool = False) -> None:
+    """Refuse an op that Horovod's reducescatter does not have; torch.distributed's has all."""
+    if op is not Average and op is not Sum and isinstance(op, ReduceOp):
+        with refusing(RequestType.REDUCESCATTER, name, process_set, grouped=grouped):
+            raise UnsupportedOpError(f"reducescatter supports op=Average and op=Sum, not {op.name.title()}")
+
+
 def reducescatter_async(
     tensor: Any,
     name: str | None = None,
@@ -293,6 +301,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter; see :func:`reducescatter`."""
+    _refuse_scatter(op, name, process_set)
     return start(SCATTERS, tensor, None, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -311,6 +320,7 @@ def reducescatter(
     be the same on every rank, with at least one dimension. ``op`` is Average or Sum; otherwise see
     :func:`allreduce`.
     """
+    _refuse_scatter(op, name, process_set)
     ctx: Any = None
     if compression is not Compression.none:
         with refusing(RequestType.REDUCESCATTER, name, process_set):
@@ -329,6 +339,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter of several tensors as one unit; see :func:`grouped_reducescatter`."""
+    _refuse_scatter(op, name, process_set, grouped=True)
     form = GROUPED | SCATTERS
     return start(form, tensors, None, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -343,6 +354,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several tensors as one unit; list in, list out; see :func:`reducescatter`."""
+    _refuse_scatter(op, name, process_set, grouped=True)
     contexts: list[Any] = []
     if compression is not Compression.none:
         with refusing(RequestType.REDUCESCATTER, name, process_set, grouped=True):

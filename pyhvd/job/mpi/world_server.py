@@ -217,7 +217,9 @@ class Gathering:
             del self._seats[guest.rank]
 
     def _close_doors(self) -> PmiLoop:
-        """Send the ranks their places; return what :meth:`run` does."""
+        """Let nobody in any more, send the ranks their places, and return what :meth:`run` does."""
+        for listener in self._listeners:
+            listener.close()
         guests = [self._seats[rank] for rank in range(self._size)]
         numbers = {host: number for number, host in enumerate(dict.fromkeys(guest.host for guest in guests))}
         hosts = [numbers[guest.host] for guest in guests]
