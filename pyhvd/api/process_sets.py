@@ -307,18 +307,25 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def start_removal(process_set: ProcessSet) -> Handle | None:
+def start_removal(process_set: ProcessSet, *, unattended: bool = True) -> Handle | None:
     """Begin to remove a process set, as :func:`remove_process_set` does, and do not wait for the other ranks.
 
     From now on this rank cannot use the set. Its pending calls fail when all ranks have removed the set. If
-    one of them never does, that costs memory only: hang reports leave the removal out.
+    one of them never does, that costs memory only.
+
+    Parameters
+    ----------
+    process_set : ProcessSet
+        The set.
+    unattended : bool
+        Whether nobody waits for the removal, so that hang reports leave it out.
 
     Returns
     -------
     Handle or None
         Ends when the set is removed; None for the global set and for sets that are not registered.
     """
-    removal = _submit_removal(process_set, unattended=True)
+    removal = _submit_removal(process_set, unattended=unattended)
     if removal is None:
         return None
     handle, restore = removal

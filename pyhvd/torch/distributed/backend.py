@@ -58,9 +58,10 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     global _lives
     _refuse_other_backends()
     ranks = list(options.global_ranks_in_group)
-    if not ranks:  # of the default group
+    is_default = not ranks
+    if is_default:
         _lives += 1
-    active = _start(options, whole=not ranks)
+    active = _start(options, whole=is_default)
     ranks = ranks or list(range(options.group_size))
     process_set = found_process_set(ranks, f"{_lives}.{options.group_id}")
     return ProcessGroup(
@@ -70,6 +71,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         options.timeout,
         _point_to_point(active),
         options.group_id,
+        is_default=is_default,
     )
 
 

@@ -29,6 +29,7 @@ _LONGEST_NAP = 1e-3
 _LONGEST_TEST_NAP = 10e-3  # of the thread that tests what no other thread waits for
 _IDLE_SECONDS = 0.1
 _LOOK_SECONDS = 0.5
+_LAST_SECONDS = 1.0  # in which a message may yet come from a rank that has ended the job
 
 _log = logging.getLogger("pyhvd")
 
@@ -115,6 +116,7 @@ class Transfer:
         self._lock = threading.Lock()  # MPI allows one thread at a time to test a request
         self._ended = self.is_lost = False
         self._error: BaseException | None = None
+        self._gives_up = math.inf
 
     def done(self) -> bool:
         """Return whether it has ended; makes progress."""
@@ -193,8 +195,11 @@ class Transfer:
         if self._ended:
             self.source = status.Get_source()
         elif (failure := self._context.runtime.ended) is not None:
-            self._error, self.is_lost = CollectiveError.of(failure), True
-            self._ended = True
+            now = time.monotonic()
+            self._gives_up = min(self._gives_up, now + _LAST_SECONDS)
+            if now >= self._gives_up:
+                self._error, self.is_lost = CollectiveError.of(failure), True
+                self._ended = True
 
 
 class OpenTransfers:

@@ -86,6 +86,8 @@ class ProcessGroup(dist.ProcessGroup):
         Sends and receives.
     name : str
         torch's name of the group.
+    is_default : bool
+        Whether it is the group of all ranks that ``init_process_group`` makes.
     """
 
     def __init__(
@@ -96,8 +98,11 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         point_to_point: PointToPoint,
         name: str,
+        *,
+        is_default: bool,
     ) -> None:
         super().__init__(rank, size)
+        self._is_default = is_default
         self._rank, self._size = rank, size
         self._process_set, self._point_to_point = process_set, point_to_point
         self._ranks: list[int] = process_set.ranks or []
@@ -151,11 +156,21 @@ class ProcessGroup(dist.ProcessGroup):
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
-        """Begin to remove the group; its calls that have not ended fail when all ranks have done so."""
-        with contextlib.suppress(HorovodInternalError):  # another rank has removed it, and has ended the job
-            start_removal(self._process_set)
+        """Begin to remove the group; its calls that have not ended fail when all ranks have done so.
 
-    abort = shutdown
+        The default group waits for that, at most for its timeout: ranks that end the program or pyhvd earlier
+        would fail the calls of others, also in groups of which they are no members.
+        """
+        # Another rank may have removed it, and have ended the job.
+        with contextlib.suppress(HorovodInternalError):
+            removal = start_removal(self._process_set, unattended=not self._is_default)
+            if removal is not None and self._is_default:
+                removal.wait(self._limit)
+
+    def abort(self) -> None:
+        """Begin to remove the group, and wait for nobody."""
+        with contextlib.suppress(HorovodInternalError):
+            start_removal(self._process_set)
 
     # -- reductions ------------------------------------------------------------------------------------
 

@@ -195,7 +195,8 @@ HOOKS = {
 @in_group(2)
 def test_comm_hook(name: str) -> None:
     hook, tolerance = HOOKS[name]
-    model = ddp(bucket_cap_mb=TINY_BUCKETS)
+    # Collectives in callbacks have no order among those of other buckets.
+    model = ddp(bucket_cap_mb=25 if hook is again else TINY_BUCKETS)
     model.register_comm_hook(
         None, lambda state, bucket: hook(state, bucket)
     )  # no annotations, which torch checks

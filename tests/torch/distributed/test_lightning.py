@@ -21,13 +21,12 @@ every_lightning = pytest.mark.parametrize("package", PACKAGES)
 
 def load(package: str) -> Any:
     """Import a Lightning and the strategy; skip where it is not installed."""
-    import importlib
     import logging
 
     found = pytest.importorskip(package, reason=WHY)
     import pyhvd.torch.distributed.lightning as ours
 
-    importlib.reload(ours)  # the other Lightning may have been imported since
+    ours.register()  # the other Lightning may have been imported since
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     return found
