@@ -52,7 +52,7 @@ class PointToPoint:
         tags = cast(int, self._comm.Get_attr(MPI.TAG_UB)) + 1
         self._tag_bits = (tags >> _GROUP_BITS).bit_length() - 1
         self._user_tags = (1 << self._tag_bits) - _OWN_TAGS
-        self._open = OpenTransfers()
+        self._open = OpenTransfers(context)
 
     def send(self, memory: Any, rank: int, set_id: int, tag: int, *, own: bool = False) -> Transfer:
         """Start to send contiguous memory to a rank of the job; ``own``: the tag is not a user's."""
@@ -206,10 +206,17 @@ class OpenTransfers:
     """Keeps the transfers that have not ended, with their memory; a thread tests them.
 
     The program may have dropped a transfer, or do something else meanwhile, such as a collective with the
-    same rank. The thread ends some time after the last transfer.
+    same rank. The thread ends some time after the last transfer, and when the job has ended: MPI may be
+    finalized then.
+
+    Parameters
+    ----------
+    context : Context
+        Tells that the job has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._lock = threading.Lock()
         self._open: list[Transfer] = []
         self._lost: list[Transfer] = []  # MPI may still use their memory
@@ -231,6 +238,9 @@ class OpenTransfers:
             passed = time.monotonic() - self._changed
             time.sleep(min(max(passed / 50, _LONGEST_NAP), _LONGEST_TEST_NAP))
             with self._lock:
+                if self._context.runtime.ended is not None:
+                    self._lost, self._open, self._has_thread = self._lost + self._open, [], False
+                    return
                 chosen = self._open.copy()
             ended = [transfer for transfer in chosen if transfer.done()]
             with self._lock:
