@@ -211,13 +211,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             raise ValueError(f"a process set of the ranks {list_members(ranks)} is registered already")
         call.add(None, None, ranks=ranks)
         handle = call.submit()
-    try:
-        set_id = handle.result()
-    except BaseException:
-        handle.add_done_callback(partial(_register_late, active, new))
-        raise
-    register(active, new, set_id)
-    return new
+    return _await_id(active, new, handle)
 
 
 def _is_added(active: context.Context, ranks: Ranks) -> bool:
@@ -265,6 +259,11 @@ def found_process_set(ranks: Sequence[int], key: str) -> ProcessSet:
     with Call(RequestType.ADD_PROCESS_SET, OwnName(f"process_set.{UNNAMED}.{key}"), new) as call:
         call.add(None, None, ranks=members)
         handle = call.submit()
+    return _await_id(active, new, handle)
+
+
+def _await_id(active: context.Context, new: ProcessSet, handle: Handle) -> ProcessSet:
+    """Wait until the ranks have agreed on a new set, and register it, also if the caller is interrupted."""
     try:
         set_id = handle.result()
     except BaseException:
