@@ -44,11 +44,11 @@ from pyhvd.torch.distributed.tensors import (
     in_place_each,
     in_rows,
     listed,
+    placed,
     store_each,
     store_flat,
     store_part,
     store_parts,
-    store_placed,
     store_received,
     store_rows,
     store_sparse,
@@ -209,8 +209,7 @@ class ProcessGroup(dist.ProcessGroup):
         sent, sizes = flat_parts(inputs)
         chosen = op_of(opts, inputs[0].dtype, op)
         if sizes == [outputs[0].numel()] * self._size:
-            target = flat(outputs[0])
-            store = partial(store_placed, outputs[0], target)
+            target, store = placed(outputs[0])
             return self._reduce(SCATTERS | PLACED, (sent, target), chosen, opts, outputs, store)
         own = slice(sum(sizes[: self._rank]), sum(sizes[: self._rank + 1]))
         return self._reduce(0, sent, chosen, opts, outputs, lambda all_: store_flat(outputs[0], all_[own]))
@@ -222,8 +221,8 @@ class ProcessGroup(dist.ProcessGroup):
                 f"the input has {tensor.numel()} elements, and the output {output.numel()}: it must have"
                 f" {self._size} times as many, one part for each rank"
             )
-        sent = flat(tensor), flat(output)
-        store = partial(store_placed, output, sent[1])
+        target, store = placed(output)
+        sent = flat(tensor), target
         return self._reduce(SCATTERS | PLACED, sent, op_of(opts, tensor.dtype), opts, [output], store)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -266,9 +265,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Gather each rank's tensor in one tensor."""
-        sent = flat(tensor), flat(output)
-        store = partial(store_placed, output, sent[1])
-        return self._move(ALLGATHER, PLACED, sent, None, opts, [output], store)
+        target, store = placed(output)
+        return self._move(ALLGATHER, PLACED, (flat(tensor), target), None, opts, [output], store)
 
     _allgather_base = all_gather_single
 

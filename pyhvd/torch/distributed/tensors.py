@@ -144,6 +144,12 @@ def store_placed(tensor: Any, target: Any, result: Any) -> None:
         store_parts([tensor], result)
 
 
+def placed(output: Any) -> tuple[Any, Store]:
+    """Return what may take a call's result in an output's place, and what stores a result that it has not."""
+    target = flat(output)
+    return target, partial(store_placed, output, target)
+
+
 def store_rows(tensor: Any, target: Any, expected: Sequence[int], result: tuple[Any, Any]) -> None:
     """Store what came from each rank; raise ValueError if that is not as much as expected."""
     elements, counts = result
