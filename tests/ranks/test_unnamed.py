@@ -123,14 +123,16 @@ def test_barriers_are_remembered(on: On) -> None:
 
 
 def test_a_barrier_waits_for_every_rank(on: On) -> None:
+    came: list[int] = []
+
     def body() -> None:
         for _ in range(2):
             _start_barrier().result()
-        began = time.monotonic()
         if hvd.rank() == 1:
             time.sleep(0.2)
+            came.append(1)
         _start_barrier().result()
-        assert time.monotonic() - began >= 0.2
+        assert came
 
     on(2, body)
 
