@@ -170,14 +170,10 @@ cdef class TensorType:
     cdef object empty_like(self, CachedTensor cached, PyObject* tensor, int64_t* address):
         """Return a new tensor, and store its address; return None if it must be made elsewhere."""
         cdef DLTensor like
-        cdef DLManagedTensor* made = NULL
         cdef object result
         if self.functions == NULL and cached.plan.rows >= 0:
             return None
-        if self.functions != NULL and cached.result_bytes >= _POOL_LEAST:
-            made = pooled_tensor(cached, self.functions.version)
-            return None if made == NULL else self.given(made, address)
-        if self.functions == NULL or cached.layout:
+        if self.functions == NULL or (cached.layout and cached.result_bytes < _POOL_LEAST):
             try:
                 result = self.library.make_like(<object>tensor, cached.layout)
             except MemoryError:
@@ -187,11 +183,24 @@ cdef class TensorType:
             address[0] = <int64_t>result.data_ptr()
             return result
         memset(&like, 0, sizeof(like))
-        like.device.type = DL_CPU
         like.ndim = cached.ndim
         like.dtype = DLDataType(DL_TYPES[cached.code][0], DL_TYPES[cached.code][1], 1)
         like.shape = <int64_t*>cached.result_dims
-        if self.functions.allocate(&like, &made, NULL, &_no_memory) < 0:
+        if cached.layout:
+            like.strides = cached.strides
+        return self.make(&like, cached.result_bytes, address)
+
+    cdef object make(self, DLTensor* like, size_t nbytes, int64_t* address):
+        """Return a new tensor in host memory, and store its address; None without memory.
+
+        A large one has the pool's. A small one is contiguous, whatever the strides.
+        """
+        cdef DLManagedTensor* made = NULL
+        like.device.type = DL_CPU
+        if nbytes >= _POOL_LEAST:
+            made = pooled_tensor(like, nbytes, self.functions.version)
+            return None if made == NULL else self.given(made, address)
+        if self.functions.allocate(like, &made, NULL, &_no_memory) < 0:
             PyErr_Clear()
             return None
         return self.given(made, address)
@@ -208,8 +217,8 @@ cdef class TensorType:
         return result
 
 
-cdef DLManagedTensor* pooled_tensor(CachedTensor cached, DLVersion version) noexcept:
-    """Return a result in the pool's memory; NULL if there is none."""
+cdef DLManagedTensor* pooled_tensor(const DLTensor* like, size_t nbytes, DLVersion version) noexcept:
+    """Return a tensor in the pool's memory; NULL if there is none. Without strides it is contiguous."""
     cdef PooledTensor* made = <PooledTensor*>calloc(1, sizeof(PooledTensor))
     cdef DLTensor* tensor
     cdef int64_t step = 1
@@ -217,19 +226,17 @@ cdef DLManagedTensor* pooled_tensor(CachedTensor cached, DLVersion version) noex
     if made == NULL:
         return NULL
     tensor = &made.managed.tensor
-    tensor.data = pyhvd_pool_take(cached.result_bytes)
+    tensor.data = pyhvd_pool_take(nbytes)
     if tensor.data == NULL:
         free(made)
         return NULL
     made.managed.version = version
     made.managed.deleter = free_pooled
-    tensor.device.type = DL_CPU
-    tensor.ndim = cached.ndim
-    tensor.dtype = DLDataType(DL_TYPES[cached.code][0], DL_TYPES[cached.code][1], 1)
+    tensor.device, tensor.ndim, tensor.dtype = like.device, like.ndim, like.dtype
     tensor.shape, tensor.strides = made.shape, made.strides
-    for d in reversed(range(cached.ndim)):
-        made.shape[d] = cached.result_dims[d]
-        made.strides[d] = cached.strides[d] if cached.layout else step
+    for d in reversed(range(like.ndim)):
+        made.shape[d] = like.shape[d]
+        made.strides[d] = step if like.strides == NULL else like.strides[d]
         step *= made.shape[d]
     return &made.managed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,11 +45,12 @@ from pyhvd.torch.distributed.tensors import (
     in_rows,
     listed,
     placed,
+    placed_parts,
     store_each,
+    store_elements,
     store_flat,
     store_part,
     store_parts,
-    store_received,
     store_rows,
     store_sparse,
 )
@@ -59,7 +60,7 @@ from pyhvd.torch.sparse import sparse_allreduce_async
 
 _NO_TIME = timedelta(0)
 _SMALL_SCATTER = 4 << 20
-"""A scatter of at most so many bytes in all is a broadcast of which each rank takes its part."""
+"""A scatter is a broadcast of which each rank takes its part, if it gets at most so many bytes of others."""
 
 
 class _BackendFacts:
@@ -254,9 +255,8 @@ class ProcessGroup(dist.ProcessGroup):
         outputs = outputs if isinstance(outputs[0], (list, tuple)) else [outputs]
         if len(inputs) > 1:
             return self._gather_group(outputs, inputs, opts, store_parts)
-        return self._move(
-            ALLGATHER, 0, flat(inputs[0]), None, opts, outputs, partial(store_parts, outputs[0])
-        )
+        form, tensors, store = placed_parts(flat(inputs[0]), outputs[0])
+        return self._move(ALLGATHER, form, tensors, None, opts, outputs, store)
 
     def allgather_coalesced(self, outputs: list[list[Any]], inputs: list[Any], opts: Any = None) -> Work:
         """Gather several tensors of each rank; each list of outputs is for one rank's."""
@@ -289,8 +289,7 @@ class ProcessGroup(dist.ProcessGroup):
         received: list[Any] = []
         if root == self._rank:
             received = list(outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs)
-        store = partial(store_received, received)
-        return self._move(ALLTOALL, 0, sent, splits, opts, outputs or [], store)
+        return self._exchange(sent, splits, received, opts, outputs or [])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0) -> Work:
         """Give each rank one of the root's tensors."""
@@ -301,8 +300,8 @@ class ProcessGroup(dist.ProcessGroup):
         if is_root:
             sent, splits = flat_parts(inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs)
         # Ranks whose splits differ agree by messages, which takes longer than to move some more bytes.
-        if self._size * own.nbytes > _SMALL_SCATTER or (is_root and splits != [n] * self._size):
-            return self._move(ALLTOALL, 0, sent, splits, opts, outputs, partial(store_received, outputs))
+        if (self._size - 1) * own.nbytes > _SMALL_SCATTER or (is_root and splits != [n] * self._size):
+            return self._exchange(sent, splits, outputs, opts, outputs)
         whole = sent if is_root else own.new_empty(n * self._size)
         part = whole[self._rank * n : (self._rank + 1) * n]
         store = partial(store_part, outputs[0], part)
@@ -311,7 +310,14 @@ class ProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[Any], inputs: list[Any], opts: Any = None) -> Work:
         """Send one tensor to each rank, and receive one from each."""
         sent, splits = flat_parts(inputs)
-        return self._move(ALLTOALL, 0, sent, splits, opts, outputs, partial(store_received, outputs))
+        return self._exchange(sent, splits, outputs, opts, outputs)
+
+    def _exchange(
+        self, sent: Any, splits: list[int], received: Sequence[Any], opts: Any, outputs: list[Any]
+    ) -> Work:
+        """Send some elements to each rank; store those that come in ``received``, one after the other."""
+        form, tensors, store = placed_parts(sent, received)
+        return self._move(ALLTOALL, form, tensors, splits, opts, outputs, partial(store_elements, store))
 
     def all_to_all_single(
         self, output: Any, tensor: Any, output_splits: Any, splits: Any, opts: Any = None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pyhvd.dtypes import BY_CODE
+from pyhvd.native.shared_memory import PLACED, are_neighbours, pack, unpack
 
 Store = Callable[[Any], None]
 """Stores the result of a call in the caller's tensors."""
@@ -53,21 +54,22 @@ def flat(tensor: Any) -> Any:
 
 def flat_parts(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
     """Return the elements of several tensors in one dimension, and how many are each one's."""
-    parts = [flat(tensor) for tensor in tensors]
-    return _joined(parts), [part.numel() for part in parts]
+    whole = joined(tensors)
+    if whole is None and (whole := pack(tensors)) is None:
+        whole = torch.cat([tensor.data.resolve_conj().resolve_neg().reshape(-1) for tensor in tensors])
+    sent = as_bytes(whole)
+    each = whole.element_size() if sent.dtype is not whole.dtype else 1
+    return sent, [tensor.numel() * each for tensor in tensors]
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """Return several tensors of one dimension as one; without a copy if they are the pieces of one memory."""
-    first, end = parts[0], parts[0].data_ptr()
-    for part in parts:
-        if part.data_ptr() != end:
-            return torch.cat(parts)
-        end += part.nbytes
-    memory = first.untyped_storage().data_ptr()
-    if any(part.untyped_storage().data_ptr() != memory or part.dtype is not first.dtype for part in parts):
-        return torch.cat(parts)
-    return first if len(parts) == 1 else first.as_strided([sum(part.numel() for part in parts)], [1])
+def joined(tensors: Sequence[Any]) -> Any | None:
+    """Return several tensors as one of one dimension, if they are the pieces of one memory."""
+    if not are_neighbours(tensors):
+        return None
+    memory = tensors[0].untyped_storage().data_ptr()
+    if any(tensor.untyped_storage().data_ptr() != memory for tensor in tensors):
+        return None
+    return tensors[0].data.as_strided([sum(tensor.numel() for tensor in tensors)], [1])
 
 
 def in_rows(tensor: Any, splits: Sequence[int], size: int) -> tuple[Any, list[int]]:
@@ -120,6 +122,8 @@ def store_parts(tensors: Sequence[Any], result: Any) -> None:
 
     Raises ValueError if it has another number of elements.
     """
+    if unpack(result, tensors):
+        return
     if tensors and result.dtype is not tensors[0].dtype:
         result = result.view(tensors[0].dtype)
     sizes = [tensor.numel() for tensor in tensors]
@@ -133,21 +137,30 @@ def store_parts(tensors: Sequence[Any], result: Any) -> None:
         data.copy_(part.view(data.shape))
 
 
-def store_received(tensors: Sequence[Any], result: tuple[Any, Any]) -> None:
-    """Store the result of an alltoall, whose second part is the numbers of rows."""
-    store_parts(tensors, result[0])
-
-
-def store_placed(tensor: Any, target: Any, result: Any) -> None:
-    """Store a result, unless it is in ``target``, which has the tensor's elements, or a copy of them."""
-    if result is not target or target.data_ptr() != tensor.data_ptr():
-        store_parts([tensor], result)
+def store_placed(tensors: Sequence[Any], target: Any, result: Any) -> None:
+    """Store a result, unless it is in ``target``, which is the memory of the tensors, or a copy of it."""
+    if result is not target or target.data_ptr() != tensors[0].data_ptr():
+        store_parts(tensors, result)
 
 
 def placed(output: Any) -> tuple[Any, Store]:
     """Return what may take a call's result in an output's place, and what stores a result that it has not."""
     target = flat(output)
-    return target, partial(store_placed, output, target)
+    return target, partial(store_placed, [output], target)
+
+
+def placed_parts(sent: Any, outputs: Sequence[Any]) -> tuple[int, Any, Store]:
+    """Return the form and the tensors of a call whose result goes into a list, and what stores its result."""
+    target = joined(outputs)
+    if target is None:
+        return 0, sent, partial(store_parts, outputs)
+    target = as_bytes(target)
+    return PLACED, (sent, target), partial(store_placed, outputs, target)
+
+
+def store_elements(store: Store, result: tuple[Any, Any]) -> None:
+    """Store the result of an alltoall, whose second part is the numbers of rows."""
+    store(result[0])
 
 
 def store_rows(tensor: Any, target: Any, expected: Sequence[int], result: tuple[Any, Any]) -> None:
@@ -156,4 +169,4 @@ def store_rows(tensor: Any, target: Any, expected: Sequence[int], result: tuple[
     if counts.tolist() != expected:
         sizes = f"{counts.tolist()} elements, but the output is for {expected}"
         raise ValueError(f"the ranks have sent {sizes}")
-    store_placed(tensor, target, elements)
+    store_placed([tensor], target, elements)

@@ -216,6 +216,27 @@ def test_parts_of_one_tensor() -> None:
         assert parts[rank].tolist() == [2.0 * (5 * rank + each) for each in range(5)]
 
 
+@in_group(2, 3)
+def test_outputs_that_are_the_pieces_of_one_tensor() -> None:
+    """The result goes there without a copy; also where the input is one of the pieces."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        mine, gathered = torch.full((2, 2), rank + 1.0), torch.zeros(2 * size, 2)
+        wanted = [each + 1.0 for each in range(size) for _ in range(4)]
+        dist.all_gather(list(gathered.chunk(size)), mine)
+        assert gathered.flatten().tolist() == wanted
+        gathered.zero_()
+        gathered.chunk(size)[rank].fill_(rank + 1.0)
+        dist.all_gather(list(gathered.chunk(size)), gathered.chunk(size)[rank])
+        assert gathered.flatten().tolist() == wanted
+        gathered.zero_()
+        dist.gather(mine, list(gathered.chunk(size)) if rank == 1 else None, 1)
+        assert gathered.flatten().tolist() == (wanted if rank == 1 else [0.0] * len(wanted))
+        exchanged = torch.arange(size * 3.0) + 10 * rank
+        dist.all_to_all(list(exchanged.chunk(size)), list(exchanged.chunk(size)))
+        assert exchanged.tolist() == [10.0 * each + 3 * rank + k for each in range(size) for k in range(3)]
+
+
 @in_group(2)
 def test_tensors_that_autograd_knows() -> None:
     leaf = torch.ones(3, requires_grad=True)

@@ -44,3 +44,74 @@ def test_pieces_of_a_parameter_are_sent_without_its_gradient() -> None:
     joined, _ = _flat_parts(list(torch.nn.Parameter(torch.ones(4)).chunk(2)))
     assert joined.tolist() == [1.0] * 4
     assert not joined.requires_grad
+
+
+def _outputs() -> list[list[Any]]:
+    """Return lists of tensors of 24 elements in all: contiguous ones and others, alike and not."""
+    return [
+        [torch.zeros(4, 3), torch.zeros(12)],
+        list(torch.zeros(24).chunk(4)),
+        [torch.zeros(3, 4).t(), torch.zeros(6, 2)[::2], torch.zeros(6)],
+        [torch.zeros(()), torch.zeros(0), torch.zeros(23)],
+        [torch.zeros(1, dtype=torch.complex64).conj().imag, torch.zeros(23)],
+        [torch.nn.Parameter(torch.zeros(24))],
+        [torch.zeros(24, requires_grad=True) * 1.0],
+    ]
+
+
+@pytest.mark.parametrize("which", range(7))
+def test_a_result_is_stored_in_a_list(which: int) -> None:
+    from pyhvd.torch.distributed.tensors import store_parts
+
+    outputs = _outputs()[which]
+    versions = [each._version for each in outputs]
+    store_parts(outputs, torch.arange(24.0))
+    stored = torch.cat([each.detach().resolve_neg().reshape(-1) for each in outputs])
+    assert stored.tolist() == list(range(24))
+    assert [each._version for each in outputs] == versions
+
+
+def test_a_result_of_another_size_is_refused() -> None:
+    from pyhvd.torch.distributed.tensors import store_parts
+
+    with pytest.raises(ValueError, match=r"room for \[2, 3\] elements, but the ranks have sent 6"):
+        store_parts([torch.zeros(2), torch.zeros(3)], torch.zeros(6))
+
+
+def test_bytes_become_tensors_of_another_dtype() -> None:
+    from pyhvd.torch.distributed.tensors import store_parts
+
+    sent = torch.tensor([1, 2, 3]).to(torch.complex32)
+    outputs = [torch.zeros(2, dtype=torch.complex32), torch.zeros(1, dtype=torch.complex32)]
+    parts, sizes = _flat_parts([sent, outputs[0]])
+    assert sizes == [12, 8]
+    store_parts(outputs, parts[:12])
+    assert [each.to(torch.complex64).tolist() for each in outputs] == [[1, 2], [3]]
+
+
+def test_large_tensors_are_joined_in_kept_memory() -> None:
+    parts = [torch.arange(30_000.0), torch.arange(30_000.0) * 2]
+    for _ in range(3):
+        joined, _ = _flat_parts(parts)
+        assert torch.equal(joined, torch.cat(parts))
+        del joined
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.zeros(3), torch.zeros(3, dtype=torch.int32)],
+        [torch.zeros(2, dtype=torch.complex64).conj()],
+        [torch.zeros(1, dtype=torch.complex64).conj().imag],
+        [torch.zeros(4)[::2]],
+        [torch.empty(2, device="meta")],
+        [],
+    ],
+    ids=["dtypes", "conjugated", "negated", "strided", "meta", "none"],
+)
+def test_other_tensors_are_left_to_torch(tensors: list[Any]) -> None:
+    from pyhvd.native.shared_memory import are_neighbours, pack, unpack
+
+    assert pack(tensors) is None
+    assert not are_neighbours(tensors)
+    assert not unpack(torch.zeros(2), tensors)
