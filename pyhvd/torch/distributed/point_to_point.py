@@ -46,7 +46,7 @@ class PointToPoint:
     def __init__(self, context: Context) -> None:
         from mpi4py import MPI
 
-        self._mpi, self._context = MPI, context
+        self.mpi, self.context = MPI, context
         self._comm = MPI.COMM_WORLD.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         tags = cast(int, self._comm.Get_attr(MPI.TAG_UB)) + 1
@@ -57,20 +57,18 @@ class PointToPoint:
     def send(self, memory: Any, rank: int, set_id: int, tag: int, *, own: bool = False) -> Transfer:
         """Start to send contiguous memory to a rank of the job; ``own``: the tag is not a user's."""
         made = self._comm.Isend(self._buffer(memory), rank, self._tag(set_id, tag, own=own))
-        return self._started(made, memory, f"send to rank {rank} with tag {tag}", [rank])
+        return self._started(Transfer(self, made, memory, "send to", [rank], tag))
 
     def receive(
         self, memory: Any, rank: int | None, others: list[int], set_id: int, tag: int, *, own: bool = False
     ) -> Transfer:
         """Start to receive into contiguous memory; None is any of the ``others``."""
-        source = self._mpi.ANY_SOURCE if rank is None else rank
+        source = self.mpi.ANY_SOURCE if rank is None else rank
         made = self._comm.Irecv(self._buffer(memory), source, self._tag(set_id, tag, own=own))
-        if rank is None:
-            return self._started(made, memory, f"receive from any rank with tag {tag}", others)
-        return self._started(made, memory, f"receive from rank {rank} with tag {tag}", [rank])
+        waits_for = others if rank is None else [rank]
+        return self._started(Transfer(self, made, memory, "receive from", waits_for, tag, any_=rank is None))
 
-    def _started(self, request: Any, memory: Any, name: str, waits_for: list[int]) -> Transfer:
-        transfer = Transfer(request, memory, name, waits_for, self._context)
+    def _started(self, transfer: Transfer) -> Transfer:
         if not transfer.done():
             self._open.add(transfer)
         return transfer
@@ -88,7 +86,7 @@ class PointToPoint:
 
     def _buffer(self, memory: Any) -> Any:
         nbytes = memory.numel() * memory.element_size()
-        return [self._mpi.memory.fromaddress(memory.data_ptr(), nbytes), self._mpi.BYTE]
+        return [self.mpi.memory.fromaddress(memory.data_ptr(), nbytes), self.mpi.BYTE]
 
 
 class Transfer:
@@ -96,27 +94,51 @@ class Transfer:
 
     Parameters
     ----------
+    messages : PointToPoint
+        Has the communicator, and tells that the job has failed.
     request : MPI.Request
         MPI's.
     memory : torch.Tensor
         What MPI reads or writes; kept as long as the transfer.
-    name : str
-        What it does, for errors.
+    verb : str
+        ``"send to"`` or ``"receive from"``.
     waits_for : list of int
         The other rank, or all that may be it.
-    context : Context
-        Tells that the job has failed, and how long a wait may be.
+    tag : int
+        The message's.
+    any_ : bool
+        Whether it is a receive from any of them.
     """
 
-    def __init__(self, request: Any, memory: Any, name: str, waits_for: list[int], context: Context) -> None:
-        self.name, self.waits_for = name, waits_for
+    def __init__(
+        self,
+        messages: PointToPoint,
+        request: Any,
+        memory: Any,
+        verb: str,
+        waits_for: list[int],
+        tag: int,
+        *,
+        any_: bool = False,
+    ) -> None:
+        self._verb, self.waits_for, self._tag = verb, waits_for, tag
         self._memory = memory
-        self.source = -1
-        self._request, self._context = request, context
+        self._request, self._messages = request, messages
+        self._status = messages.mpi.Status() if any_ else None
         self._lock = threading.Lock()  # MPI allows one thread at a time to test a request
         self._ended = self.is_lost = False
         self._error: BaseException | None = None
         self._gives_up = math.inf
+
+    @property
+    def name(self) -> str:
+        """What it does, for errors."""
+        who = "any rank" if self._status is not None else f"rank {self.waits_for[0]}"
+        return f"{self._verb} {who} with tag {self._tag}"
+
+    def source(self) -> int:
+        """Return the rank of the job that has sent it, when it has been received."""
+        return self.waits_for[0] if self._status is None else cast(int, self._status.Get_source())
 
     def done(self) -> bool:
         """Return whether it has ended; makes progress."""
@@ -129,8 +151,10 @@ class Transfer:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait; return False after ``timeout`` s."""
+        if self.done():
+            return True
         began = now = time.monotonic()
-        watch = _PeerWatch(self, self._context)
+        watch = _PeerWatch(self, self._messages.context)
         nap = 0.0
         while not self.done():
             now = time.monotonic()
@@ -183,18 +207,13 @@ class Transfer:
                 self._error, self.is_lost, self._ended = error, True, True
 
     def _test(self) -> None:
-        from mpi4py import MPI
-
-        status = MPI.Status()
         try:
-            self._ended = self._request.Test(status)
-        except MPI.Exception as exc:
+            self._ended = self._request.Test(self._status)
+        except self._messages.mpi.Exception as exc:
             self._error = CollectiveError(f"{self.name}: {exc}")
             self._ended = True
             return
-        if self._ended:
-            self.source = status.Get_source()
-        elif (failure := self._context.runtime.ended) is not None:
+        if not self._ended and (failure := self._messages.context.runtime.ended) is not None:
             now = time.monotonic()
             self._gives_up = min(self._gives_up, now + _LAST_SECONDS)
             if now >= self._gives_up:
@@ -288,4 +307,4 @@ class ReceiveWork(Work):
     def source_rank(self) -> int:
         """Return the sender's rank in the group."""
         self.wait()
-        return self.ranks.index(self.request.source)
+        return self.ranks.index(self.request.source())
