@@ -23,9 +23,9 @@ from benchmarks.question import Question, main
 from benchmarks.report import Target, show_bytes
 from benchmarks.tensors import Array, WrongResultError
 
-SYNCHRONOUS = "pyhvd"
-SMALL, LARGE = 64, 64 << 20
-SIZES = (SMALL, 64 << 10, 4 << 20, LARGE)
+SYNCHRONOUS, SHARED = "pyhvd", "pyhvd, of hvd.empty()"
+SMALL, MIDDLE, LARGE = 64, 64 << 10, 64 << 20
+SIZES = (SMALL, MIDDLE, 4 << 20, LARGE)
 VERBS = ("allgather", "broadcast", "alltoall", "reducescatter", "allreduce")
 MPI_CALL, XHC = "MPI", "MPI, xhc"
 NAMED, OBJECTS = "pyhvd, named", "mpi4py, lower case"
@@ -72,11 +72,12 @@ class VerbWork:
         """The bytes of the larger side."""
         return max(self.given.nbytes, self.wanted.nbytes)
 
-    def by_pyhvd(self, name: str) -> Callable[[], Any]:
-        """Return a call that returns the result."""
-        verb, given = self.verb, self.given
+    def by_pyhvd(self, name: str, empty: Callable[..., Array] = np.empty) -> Callable[[], Any]:
+        """Return a call that returns the result; ``empty`` makes its input."""
+        verb, given = self.verb, empty(self.given.shape, self.given.dtype)
+        given[:] = self.given
         if verb == "broadcast":
-            array = given.copy()
+            array = given
             return lambda: hvd.broadcast_(array, 0, name=name)
         call = getattr(hvd, verb)
         if verb in ("reducescatter", "allreduce"):
@@ -131,7 +132,11 @@ def array_cases(world: World, sizes: Sequence[int], chosen: Sequence[str] = VERB
     for nbytes in sizes:
         for verb in chosen:
             work = VerbWork.of(world, verb, nbytes)
-            contenders = [work.contender(SYNCHRONOUS, work.by_pyhvd(f"verbs.{verb}.{nbytes}"), OURS)]
+            call = f"verbs.{verb}.{nbytes}"
+            contenders = [
+                work.contender(SYNCHRONOUS, work.by_pyhvd(call), OURS),
+                work.contender(SHARED, work.by_pyhvd(f"{call}.shared", hvd.empty), OURS),
+            ]
             contenders += [work.contender(name, work.by_mpi(comm), "peer") for name, comm in ways.items()]
             yield Case(label(verb, nbytes), work.nbytes, contenders)
 
@@ -205,6 +210,9 @@ def targets() -> Iterator[Target]:
         for verb in VERBS[:-1]:
             case = label(verb, nbytes)
             yield Target(f"{case}, times MPI", case, SYNCHRONOUS, against, *bounds, fewer=True)
+            if nbytes >= MIDDLE:
+                held = f"{case}, of hvd.empty(), times MPI"
+                yield Target(held, case, SHARED, against, *bounds, fewer=True)
     yield Target("barrier, times MPI", "barrier", SYNCHRONOUS, against, 1.0, 0.5, fewer=True)
     for case in ("broadcast_object", "allgather_object"):
         yield Target(f"{case}, times mpi4py", case, SYNCHRONOUS, (OBJECTS,), 4.0, 2.0, fewer=True)

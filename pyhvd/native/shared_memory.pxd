@@ -110,6 +110,7 @@ cdef extern from "window/window.h" nogil:
         int reads_peers
         int32_t pids[256]
         uint8_t* arena[256]
+        int64_t arena_bytes
 
     ctypedef struct pyhvd_portions:
         const int64_t* starts

@@ -237,18 +237,39 @@ _MEMFD_SECRET = 447
 @pytest.mark.parametrize("secret", [[0], [1, 2], [0, 1, 2]], ids=str)
 def test_arrays_that_no_peer_can_read(secret: list[int]) -> None:
     """Some ranks' lanes come in chunks, and the others' memory is read where it is."""
-    count = 60_000
 
     def body() -> None:
-        array = secret_array(count) if hvd.rank() in secret else np.empty(count, np.float32)
-        for step in range(6):
-            array[:] = np.arange(count) + hvd.rank() + step
-            whole = hvd.allgather(array, name="g").reshape(3, count)
-            assert (whole == np.arange(count) + np.arange(3)[:, None] + step).all()
-            mixed = hvd.alltoall(array, name="a")
-            first = np.arange(count // 3) + hvd.rank() * (count // 3)
-            assert (mixed.reshape(3, -1) == first + np.arange(3)[:, None] + step).all()
-            root = step % 3
-            assert (hvd.broadcast(array, root, name=f"b{root}") == np.arange(count) + root + step).all()
+        move_all(secret_array(_COUNT) if hvd.rank() in secret else np.empty(_COUNT, np.float32), name="array")
 
     run_ranks(3, body, timeout=30)
+
+
+@pytest.mark.parametrize("shared", [[0], [1, 2], [0, 1, 2]], ids=str)
+def test_arrays_that_all_ranks_have_mapped(shared: list[int]) -> None:
+    """Peers copy out of them themselves: also out of a part, and after ordinary arrays of the same name."""
+
+    def body() -> None:
+        ordinary = np.empty(_COUNT, np.float32)
+        held = hvd.empty(_COUNT + 5, np.float32)[5:] if hvd.rank() in shared else ordinary
+        for array in (ordinary, held, ordinary, held):
+            move_all(array, name="array")
+
+    run_ranks(3, body, timeout=30)
+
+
+_COUNT = 69_000
+
+
+def move_all(array: np.ndarray[Any, np.dtype[np.float32]], name: str) -> None:
+    """Let 3 ranks gather, exchange and broadcast an array several times, from each root."""
+    count = len(array)
+    for step in range(6):
+        array[:] = np.arange(count) + hvd.rank() + step
+        whole = hvd.allgather(array, name=f"{name}.gather").reshape(3, count)
+        assert (whole == np.arange(count) + np.arange(3)[:, None] + step).all()
+        mixed = hvd.alltoall(array, name=f"{name}.exchange")
+        first = np.arange(count // 3) + hvd.rank() * (count // 3)
+        assert (mixed.reshape(3, -1) == first + np.arange(3)[:, None] + step).all()
+        root = step % 3
+        sent = hvd.broadcast(array, root, name=f"{name}.{root}")
+        assert (sent == np.arange(count) + root + step).all()

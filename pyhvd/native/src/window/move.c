@@ -82,44 +82,67 @@ static int is_readable(const pyhvd_job_cursor *c) {
     return 1;
 }
 
-/* Copy this rank's targets out of a peer's source at `place`; return 0 if it cannot be read. */
-static int read_source(const pyhvd_window *w, const pyhvd_job_cursor *c, int peer, uint64_t place) {
+/* Where a rank's source is, as it tells its peers. */
+typedef struct {
+    uint64_t address; /* in its process; 0: its lane comes in chunks */
+    uint64_t held;    /* 1 + the offset in its arena, which they have mapped; 0: it is elsewhere */
+} source_place;
+
+/* A single long lane outside of the arena is faster in chunks: its owner copies one while the others
+ * copy the one before. */
+static source_place find_source(const pyhvd_window *w, const pyhvd_job_cursor *c) {
     const pyhvd_local_move *m = c->local;
+    int64_t offset = c->source - (int64_t)(intptr_t)w->arena[w->rank];
+    if (offset >= 0 && offset < w->arena_bytes)
+        return (source_place){(uint64_t)c->source, (uint64_t)offset + 1};
+    if ((m->total <= m->longest && m->longest > SINGLE) || !is_readable(c))
+        return (source_place){0, 0};
+    return (source_place){(uint64_t)c->source, 0};
+}
+
+/* Copy this rank's targets out of a peer's source; return 0 if it cannot be read. */
+static int read_source(const pyhvd_window *w, const pyhvd_job_cursor *c, int peer,
+                       source_place place) {
+    const pyhvd_local_move *m = c->local;
+    const uint8_t *mapped = place.held ? w->arena[peer] + (place.held - 1) : NULL;
     size_t k = first_part(m->targets, m->target_count, peer, 0);
     for (; k < m->target_count && m->targets[k].lane == peer; k++) {
         void *to = (void *)(intptr_t)(c->target + m->targets[k].address);
-        if (!pyhvd_read_peer(w->pids[peer], to, place + (uint64_t)m->origins[k],
-                             (size_t)m->targets[k].bytes))
+        size_t bytes = (size_t)m->targets[k].bytes;
+        if (mapped)
+            memcpy(to, mapped + m->origins[k], bytes);
+        else if (!pyhvd_read_peer(w->pids[peer], to, place.address + (uint64_t)m->origins[k],
+                                  bytes))
             return 0;
     }
     return 1;
 }
 
-/* Before the chunks of a move, in a chunk of its own, each rank tells where its source is, or 0 if its
- * lane comes in chunks; and reads the others' sources. A peer that cannot be read has ended: this rank
- * waits until the window is aborted. */
+/* Before the chunks of a move, in a chunk of its own, each rank tells where its source is, and reads
+ * the others' sources. A peer that cannot be read has ended: this rank waits until the window is
+ * aborted. */
 static int read_peers(pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_local_move *m = c->local;
     uint64_t chunk = w->chunks;
     int status;
     if (!c->heard && m->source_count) {
         if ((status = pyhvd_await_free_slot(w, chunk))) return status;
-        uint64_t place = is_readable(c) ? (uint64_t)c->source : 0;
-        if (!place) note_chunks(c, w->rank);
-        memcpy(slot_of(w, w->rank, chunk), &place, sizeof place);
+        source_place own = find_source(w, c);
+        if (!own.address) note_chunks(c, w->rank);
+        memcpy(slot_of(w, w->rank, chunk), &own, sizeof own);
         pyhvd_announce(w, PACKED, chunk + 1);
     }
     if (!c->heard) copy_own(c, m->own_bytes);
     for (c->heard = MAX(c->heard, 1); c->heard < w->size; c->heard++) {
         int q = (w->rank + c->heard) % w->size;
-        uint64_t place;
+        source_place theirs;
         if (!has_parts(m->targets, m->target_count, q, 0, m->longest)) continue;
         if ((status = pyhvd_await(w, q, PACKED, chunk + 1))) return status;
         int64_t begin = pyhvd_trace_now(w->trace);
-        memcpy(&place, slot_of(w, q, chunk), sizeof place);
-        if (!place)
+        memcpy(&theirs, slot_of(w, q, chunk), sizeof theirs);
+        if (!theirs.address)
             note_chunks(c, q);
-        else if (!read_source(w, c, q, place))
+        else if (!read_source(w, c, q, theirs))
             return pyhvd_await(w, q, PACKED, UINT64_MAX);
         pyhvd_add_stage(w, PYHVD_UNPACKING, begin, chunk);
     }
@@ -151,18 +174,12 @@ static int move_chunks(pyhvd_window *w, pyhvd_job_cursor *c, uint64_t first, int
     return PYHVD_OK;
 }
 
-/* Whether the ranks read each other's sources. A single long lane is faster in chunks: its owner copies
- * one while the others copy the one before. */
-static int reads(const pyhvd_window *w, const pyhvd_local_move *m) {
-    return w->reads_peers && (m->total > m->longest || m->longest <= SINGLE);
-}
-
 /* More than PYHVD_FLAT bytes. If a rank's source is read where it is, the rank must not end before all
  * have announced the last chunk. */
 static int move_much(pyhvd_window *w, pyhvd_job_cursor *c) {
     int64_t piece = piece_of(w, c->local->longest);
     int64_t count = (c->local->longest + piece - 1) / piece;
-    int direct = reads(w, c->local), status = PYHVD_OK, any = 0;
+    int direct = w->reads_peers, status = PYHVD_OK, any = 0;
     uint64_t first = w->chunks + (uint64_t)direct, end = first + (uint64_t)count;
     w->shift = 0;
     if (!direct)

@@ -88,6 +88,7 @@ typedef struct {
     pyhvd_trace *trace;            /* NULL: nothing is recorded */
     uint8_t *area[PYHVD_MAX_LOCAL];
     uint8_t *arena[PYHVD_MAX_LOCAL]; /* addresses of the ranks' arenas in this process */
+    int64_t arena_bytes;             /* of each of them; 0: there are none */
 } pyhvd_window;
 
 /* How far a reduction or a move has come: the chunk step, the stage, and the tensor at which each
