@@ -78,6 +78,7 @@ def test_a_result_of_another_size_is_refused() -> None:
         store_parts([torch.zeros(2), torch.zeros(3)], torch.zeros(6))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_bytes_become_tensors_of_another_dtype() -> None:
     from pyhvd.torch.distributed.tensors import store_parts
 
