@@ -82,7 +82,9 @@ PARTS = {
     "elastic": Part(".venv", ("tests/elastic",), workers=3),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=2),
-    "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),
+    "spark-torch": Part(
+        ".venv-spark", ("tests/spark/test_estimator_torch.py", "tests/spark/test_torch_distributed.py")
+    ),
     "torch": Part(".venv-spark", ("tests/torch",), NO_TORCH, arguments=BY_FILE, workers=3, stamp=".torch"),
     "torch-openmpi": Part(
         ".venv-spark-openmpi",

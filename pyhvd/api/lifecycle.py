@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pyhvd._version import __version__
@@ -231,6 +231,13 @@ def leave(holder: ContextHolder, cause: BaseException | None, how: str = _HOW) -
     process_sets.forget(active)
     holder.use(None)
     holder.rank = None
+
+
+def call_after_leaving(function: Callable[[], None]) -> None:
+    """Call a function at the interpreter's exit, after pyhvd has been left."""
+    atexit.unregister(_at_exit)
+    atexit.register(function)
+    atexit.register(_at_exit)
 
 
 def _at_exit() -> None:

@@ -38,6 +38,25 @@ MPI.COMM_WORLD.Barrier()  # rank 0 has closed its store
 dist.init_process_group("gloo")
 dist.destroy_process_group()
 """
+_UNDER_SRUN = """
+import os
+import torch
+import torch.distributed as dist
+rank = os.environ.get("PMI_RANK") or os.environ["PMIX_RANK"]
+for name in [name for name in os.environ if name.startswith(("MPI_LOCAL", "HYDI_", "OMPI_COMM_WORLD_"))]:
+    del os.environ[name]  # srun does not set them
+os.environ |= {"SLURM_JOB_ID": "4245", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2"}
+import pyhvd.torch.distributed
+assert os.environ["RANK"] == rank
+for _ in range(2):
+    dist.init_process_group("pyhvd")
+    total = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+os.write(1, f"{total.item()}: {' '.join(os.environ[name] for name in names)}\\n".encode())
+"""
 _ALL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -79,3 +98,11 @@ def test_a_group_under_mpiexec_needs_no_variables(tmp_path: Path) -> None:
     path.write_text(_UNDER_MPIEXEC)
     lines = lines_of(start(*mpiexec_command(2, sys.executable, str(path))))
     assert lines == [f"{rank} {rank}: {rank} 2 {rank} 2 0 127.0.0.1" for rank in range(2)]
+
+
+def test_a_group_under_srun_needs_no_variables(tmp_path: Path) -> None:
+    """With mpiexec in the place of srun: the ranks see srun's variables, and those of PMI."""
+    path = tmp_path / "groups.py"
+    path.write_text(_UNDER_SRUN)
+    lines = lines_of(start(*mpiexec_command(2, sys.executable, str(path))))
+    assert lines == [f"3.0: {rank} 2 {rank} 2 0 127.0.0.1" for rank in range(2)]

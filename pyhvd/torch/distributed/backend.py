@@ -24,9 +24,11 @@ from pyhvd.job.mpi.store_world import join_world
 from pyhvd.native.shared_memory import hide_sites
 from pyhvd.torch import rank_variables
 from pyhvd.torch.distributed.point_to_point import PointToPoint
-from pyhvd.torch.distributed.process_group import ProcessGroup
+from pyhvd.torch.distributed.process_group import CpuBackend, ProcessGroup
 
 NAME = "pyhvd"
+_TAKES_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+"""Whether torch takes a backend in Python for one device, not only a whole group."""
 
 _lives = 0  # how many default groups there have been
 _sends: tuple[Context, PointToPoint] | None = None
@@ -40,8 +42,8 @@ def register() -> None:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 
 
-def create(options: Any, _: Any = None) -> ProcessGroup:
-    """Make a group; torch calls it on its members.
+def create(options: Any, _: Any = None) -> ProcessGroup | CpuBackend:
+    """Make a group, or its part for CPU tensors; torch calls it on its members.
 
     Parameters
     ----------
@@ -53,10 +55,10 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     TransportError
         MPI has found other ranks than torch.
     ValueError
-        The group is to have another backend too.
+        The group is to have other backends too, and torch would leave one of them out.
     """
     global _lives
-    _refuse_other_backends()
+    kind = CpuBackend if _is_one_of_several() else ProcessGroup
     ranks = list(options.global_ranks_in_group)
     is_default = not ranks
     if is_default:
@@ -64,7 +66,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     active = _start(options, whole=is_default)
     ranks = ranks or list(range(options.group_size))
     process_set = found_process_set(ranks, f"{_lives}.{options.group_id}")
-    return ProcessGroup(
+    return kind(
         options.group_rank,
         options.group_size,
         process_set,
@@ -75,20 +77,40 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     )
 
 
-def _refuse_other_backends() -> None:
-    """Raise ValueError if the group is to have another backend for another device.
+def _is_one_of_several() -> bool:
+    """Return whether the group is to have other backends for other devices.
 
-    A group in Python replaces all of it: torch would leave the other backend out, and say nothing. It does
-    not tell who makes one backend of the other ones; its own frame knows them.
+    torch does not tell who makes one backend of the other ones; its own frame knows them.
+
+    Raises
+    ------
+    ValueError
+        torch would leave one backend out, and say nothing. A group in Python replaces all of torch's group.
+        Of backends that are not torch's own, a group has one.
     """
     frame = sys._getframe(2)
     config = frame.f_locals.get("backend_config")
-    others = set() if config is None else {*config.get_device_backend_map().values()} - {NAME}
-    if others:
+    devices: dict[str, str] = {} if config is None else config.get_device_backend_map()
+    others = {*devices.values()} - {NAME}
+    if not others:
+        return False
+    if not _TAKES_BACKENDS:
         raise ValueError(
-            f"torch would make no backend {'/'.join(sorted(others))} beside pyhvd's: call"
-            f' init_process_group("{NAME}"), and new_group(backend="{min(others)}") for its tensors'
+            f"torch {torch.__version__} would make no backend {'/'.join(sorted(others))} beside pyhvd's: call"
+            f' init_process_group("{NAME}"), and new_group(backend="{min(others)}") for its tensors, or'
+            " install torch 2.14 or newer"
         )
+    if wrong := [device for device, name in devices.items() if name == NAME and device != "cpu"]:
+        raise ValueError(f"{config}: pyhvd is a backend for cpu; choose another one for {'/'.join(wrong)}")
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    if foreign := sorted(
+        name for name in others if dist.Backend.backend_type_map.get(name, custom) == custom
+    ):
+        raise ValueError(
+            f"{config}: torch would use one backend for the devices of {'/'.join(foreign)} and of pyhvd: use"
+            f' new_group(backend="{foreign[0]}")'
+        )
+    return True
 
 
 def _start(options: Any, *, whole: bool) -> Context:

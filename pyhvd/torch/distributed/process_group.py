@@ -2,6 +2,10 @@
 
 torch calls the methods here by name, from Python and from C++. Calls have no name: their order in the group
 pairs them, and ranks that call something else get pyhvd's MismatchError with all call sites.
+
+1. :class:`ProcessGroup` is the whole group. torch's Python code calls it directly.
+2. :class:`CpuBackend` is the part of a group of torch's own whose other devices have other backends. torch's
+   C++ code calls it, which takes longer.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as TorchBackend
 
 from pyhvd.api.process_sets import ProcessSet, start_removal
 from pyhvd.errors import HorovodInternalError
@@ -63,17 +68,9 @@ _SMALL_SCATTER = 4 << 20
 """A scatter is a broadcast of which each rank takes its part, if it gets at most so many bytes of others."""
 
 
-class _BackendFacts:
-    """What torch asks the backend of a device."""
-
-    supports_coalescing = False
-    supports_splitting = False
-    supports_time_estimate = False
-
-
 @untraced
-class ProcessGroup(dist.ProcessGroup):
-    """A group of ranks; torch makes it by :func:`pyhvd.torch.distributed.backend.create`.
+class Collectives:
+    """What both kinds of groups have in common.
 
     Parameters
     ----------
@@ -102,7 +99,7 @@ class ProcessGroup(dist.ProcessGroup):
         *,
         is_default: bool,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg] # of torch's class, which comes after this one
         self._is_default = is_default
         self._rank, self._size = rank, size
         self._process_set, self._point_to_point = process_set, point_to_point
@@ -120,33 +117,6 @@ class ProcessGroup(dist.ProcessGroup):
         return "pyhvd"
 
     name = getBackendName
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """Return torch's name of the group."""
-        return self._group_name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Change the name that :meth:`getGroupName` returns."""
-        self._group_name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the user's description."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Change the user's description."""
-        self._description = description
-
-    # Up to torch 2.6 these names are asked of the Python object alone.
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, _: torch.device) -> _BackendFacts:
-        return _BackendFacts()
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: pyhvd numbers the calls itself."""
@@ -428,6 +398,70 @@ class ProcessGroup(dist.ProcessGroup):
         if set_id is None:
             raise RuntimeError(f"the group {self._group_name!r} has been destroyed")
         return set_id
+
+
+class _BackendFacts:
+    """What torch asks the backend of a device; a subclass of torch's class must answer it itself."""
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_time_estimate = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+
+
+@untraced
+class ProcessGroup(Collectives, dist.ProcessGroup):
+    """A group of ranks; torch makes it by :func:`pyhvd.torch.distributed.backend.create`."""
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return torch's name of the group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Change the name that :meth:`getGroupName` returns."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return the user's description."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Change the user's description."""
+        self._description = description
+
+    # Up to torch 2.6 these names are asked of the Python object alone.
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, _: torch.device) -> _BackendFacts:
+        return _BackendFacts()
+
+
+@untraced
+class CpuBackend(Collectives, _BackendFacts, TorchBackend):
+    """The backend for CPU tensors of a group that has other backends for other devices.
+
+    torch can make an instance from version 2.14 on.
+    """
+
+    allreduce_sparse = Collectives.allreduce  # C++ code has a method of its own for sparse tensors
+
+    @property
+    def options(self) -> Any:
+        """Return the options that torch's own groups have."""
+        limit = self._limit
+        return TorchBackend.Options("pyhvd", _NO_TIME if limit is None else timedelta(seconds=limit))
+
+    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Do the barrier; torch's C++ code passes options, whose time may be unset."""
+        limit = getattr(opts, "timeout", opts)
+        super().monitored_barrier(limit if limit and limit >= _NO_TIME else None, wait_all_ranks)
 
 
 def _root_of(opts: Any) -> int:

@@ -10,6 +10,7 @@ Memory ordering: ``_ended`` is written last, under ``lock``; who has seen it may
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyhvd.api.lifecycle import call_after_leaving
 from pyhvd.errors import HorovodInternalError, copy_error
 from pyhvd.torch.distributed.errors import CollectiveError, CollectiveTimeoutError
 from pyhvd.torch.distributed.tensors import Store
@@ -209,6 +211,7 @@ class _EndedWork(Work):
 
 _ENDED = _EndedWork()
 _NO_TIME = timedelta(0)
+_FINISH_S = 1.0
 _kept: dict[int, Work] = {}
 
 
@@ -223,9 +226,11 @@ class CompletionThreads:
     """Threads that run short functions in order; while all are inside one, another thread is started."""
 
     def __init__(self) -> None:
-        self._lock = threading.Condition()
+        mutex = threading.Lock()
+        self._lock, self._quiet = threading.Condition(mutex), threading.Condition(mutex)
         self._jobs: deque[Callable[[], None]] = deque()
-        self._idle = 0
+        self._idle = self._busy = 0
+        self._pid = os.getpid()
 
     def run(self, job: Callable[[], None]) -> None:
         """Let a thread run a function soon; from any thread."""
@@ -245,7 +250,21 @@ class CompletionThreads:
                 if not has_job:
                     return
                 job = self._jobs.popleft()
+                self._busy += 1
             job()
+            with self._lock:
+                self._busy -= 1
+                self._quiet.notify()
+
+    def finish(self) -> None:
+        """Wait until no function runs or is due, at most 1 s.
+
+        The interpreter ends a thread that comes back to Python after the main thread's end. C++ code of torch
+        does not expect this, and aborts the process. A forked child has no such threads.
+        """
+        if os.getpid() == self._pid:
+            with self._quiet:
+                self._quiet.wait_for(lambda: not self._jobs and not self._busy, _FINISH_S)
 
 
 class Unfinished:
@@ -290,4 +309,5 @@ class Unfinished:
 
 
 _threads = CompletionThreads()
+call_after_leaving(_threads.finish)  # pyhvd's end fails the calls that are pending
 _unfinished = Unfinished()

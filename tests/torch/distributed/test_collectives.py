@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as functional
 
 from pyhvd.errors import UnsupportedDtypeError, UnsupportedOpError
 from pyhvd.torch.distributed import CollectiveError, CollectiveTimeoutError
-from tests.torch.distributed.world import in_group
+from tests.torch.distributed.world import TORCH, in_group
 
 OP = dist.ReduceOp
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -73,6 +73,9 @@ def test_all_reduce(dtype: torch.dtype) -> None:
     for op in OPS[dtype]:
 
         def call(tensor: Any, group: Any, op: Any = op) -> Any:
+            if op == OP.AVG and group is gloo and TORCH < (2, 13):  # old versions of gloo refuse it
+                dist.all_reduce(tensor, group=group)
+                return tensor.div_(dist.get_world_size())
             dist.all_reduce(tensor, op, group=group)
             return tensor
 
@@ -112,6 +115,9 @@ def all_gather_into_tensor(tensor: Any, group: Any) -> Any:
 def gather(tensor: Any, group: Any) -> Any:
     mine = dist.get_rank() == 1
     outputs = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if mine else None
+    if group is not dist.group.WORLD:  # gloo of torch 2.4 stores what is not contiguous in another order
+        tensor = tensor.contiguous()
+        outputs = outputs and [each.contiguous() for each in outputs]
     dist.gather(tensor, outputs, dst=1, group=group)
     return outputs
 
@@ -364,8 +370,8 @@ def test_objects() -> None:
 @in_group(3)
 def test_groups_of_some_ranks() -> None:
     rank = dist.get_rank()
-    if rank != 1:  # torch: members must have made as many groups
-        dist.barrier(dist.new_group([0, 2], use_local_synchronization=True))
+    # All ranks make one such group, as torch names groups by how many a rank has made.
+    dist.barrier(dist.new_group([1] if rank == 1 else [0, 2], use_local_synchronization=True))
     members = {
         name: dist.new_group(ranks) for name, ranks in (("ends", [0, 2]), ("last", [2]), ("all", None))
     }
@@ -490,18 +496,6 @@ def test_what_pyhvd_does_not_have_is_an_error_on_all_ranks_and_the_next_call_wor
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0, 2.0]
-
-
-@in_group(2)
-def test_a_second_backend_is_refused_and_a_group_of_its_own_works() -> None:
-    with pytest.raises(
-        ValueError, match=r'call init_process_group\("pyhvd"\), and new_group\(backend="gloo"\)'
-    ):
-        dist.new_group(backend="cpu:pyhvd,cuda:gloo")
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))
-    dist.all_reduce(tensor)
-    assert tensor.item() == 4.0
 
 
 @in_group(2)

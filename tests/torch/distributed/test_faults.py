@@ -11,8 +11,10 @@ import pytest
 
 from tests.mpi.launch import ROOT, MpiRun, run_mpi
 from tests.mpi.run_support import Ended, pyhvdrun, script
+from tests.torch.distributed.world import needs_fully_shard
 
 WITHIN_S = 6.0
+PLACES = ["ddp", pytest.param("fsdp", marks=needs_fully_shard), "recv"]
 STALLS = {"PYHVD_STALL_CHECK_TIME_SECONDS": "0.5", "PYHVD_STALL_SHUTDOWN_TIME_SECONDS": "1"}
 
 FAILING = """\
@@ -80,7 +82,7 @@ def run_failing(folder: Path, launched: bool, *arguments: Any) -> Ended | MpiRun
 
 @pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
 @pytest.mark.parametrize("late", [1, 0])
-@pytest.mark.parametrize("where", ["ddp", "fsdp", "recv"])
+@pytest.mark.parametrize("where", PLACES)
 def test_a_frozen_rank_is_named(tmp_path: Path, where: str, late: int, launched: bool) -> None:
     ended = run_failing(tmp_path, launched, where, "SIGSTOP", late)
     out, err = (ended.out, ended.err) if isinstance(ended, Ended) else (ended.stdout, ended.stderr)
@@ -92,7 +94,7 @@ def test_a_frozen_rank_is_named(tmp_path: Path, where: str, late: int, launched:
 
 
 @pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
-@pytest.mark.parametrize("where", ["ddp", "fsdp", "recv"])
+@pytest.mark.parametrize("where", PLACES)
 def test_a_killed_rank_is_named(tmp_path: Path, where: str, launched: bool) -> None:
     """By the launcher, which ends the job: mpiexec knows the process, and pyhvdrun the rank."""
     ended = run_failing(tmp_path, launched, where, "SIGKILL", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,17 +11,24 @@ import torch
 import torch.distributed as dist
 
 from tests.torch.distributed.world import (
+    TORCH,
     batch,
     check,
     expected,
     in_group,
     loss_of,
     make_model,
+    needs_fully_shard,
     sgd,
     train,
 )
 
-pytest.importorskip("torch.distributed.tensor", reason="this torch has DTensor under another name")
+tensors: Any = import_module("torch.distributed.tensor" if TORCH >= (2, 5) else "torch.distributed._tensor")
+Partial, Replicate, Shard = tensors.Partial, tensors.Replicate, tensors.Shard
+distribute_tensor = tensors.distribute_tensor
+overlap_needs_no_gpu = pytest.mark.skipif(
+    TORCH < (2, 13), reason="old versions of torch overlap ZeRO with DDP over NCCL and HCCL alone"
+)
 
 
 def adam(model: Any) -> Any:
@@ -28,7 +36,7 @@ def adam(model: Any) -> Any:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("overlaps", [False, pytest.param(True, marks=overlap_needs_no_gpu)])
 @in_group(2)
 def test_zero_redundancy_optimizer(overlaps: bool) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
@@ -81,6 +89,7 @@ def test_fsdp1(strategy: str) -> None:
         torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-5)
 
 
+@needs_fully_shard
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("width", [16, 5])
 @in_group(2)
@@ -102,6 +111,7 @@ def test_fully_shard(reshards: bool, width: int) -> None:
     check(model, alone, 1e-4)
 
 
+@needs_fully_shard
 @in_group(2)
 def test_fully_shard_with_mixed_precision_and_accumulation() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -126,6 +136,7 @@ def test_fully_shard_with_mixed_precision_and_accumulation() -> None:
     check(model, alone, 0.05)
 
 
+@needs_fully_shard
 @in_group(4)
 def test_hybrid_sharding() -> None:
     """Two replicas of a model in two shards."""
@@ -156,7 +167,6 @@ def test_tensor_parallel_layers() -> None:
 @in_group(2, 3)
 def test_redistribute() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
@@ -173,7 +183,8 @@ def test_redistribute() -> None:
         assert sums.placements == (Partial("sum"),)
         assert torch.equal(sums.full_tensor(), whole.sum(0))
         assert torch.equal(sums.redistribute(placements=[Shard(0)]).full_tensor(), whole.sum(0))
-        assert torch.allclose(rows_apart.mean().full_tensor(), whole.mean())
+        if rows % size == 0 or TORCH >= (2, 5):  # torch 2.4 takes the mean of the ranks' means
+            assert torch.allclose(rows_apart.mean().full_tensor(), whole.mean())
         if rows >= size:  # torch takes no maximum of nothing
             assert rows_apart.max().full_tensor() == whole.max()
 
@@ -181,7 +192,6 @@ def test_redistribute() -> None:
 @in_group(2)
 def test_redistribute_has_gradients() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     leaf = torch.arange(8.0).view(4, 2).requires_grad_()
@@ -193,7 +203,6 @@ def test_redistribute_has_gradients() -> None:
 @in_group(2)
 def test_matrix_products_of_parts() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,7 +28,12 @@ from tests.mpi.launch import JOB_MARKER
 STEPS = 4
 ROWS = 8  # of each batch, over all ranks
 FEATURES, CLASSES = 6, 3
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _made = itertools.count()
+
+needs_fully_shard = pytest.mark.skipif(
+    TORCH < (2, 6), reason="before torch 2.6 fully_shard needs CUDA streams"
+)
 
 
 def place_of() -> tuple[int, int]:
@@ -49,7 +55,11 @@ def default_group(seconds: float = 40.0, backend: str = "pyhvd") -> Iterator[Non
     dist.init_process_group(
         backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
     )
-    yield
+    try:
+        yield
+    except pytest.skip.Exception:  # on all ranks
+        dist.destroy_process_group()
+        raise
     dist.destroy_process_group()  # not after an error: it could wait for ranks that have failed
 
 
