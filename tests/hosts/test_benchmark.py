@@ -46,6 +46,7 @@ def test_every_verb_at_tiny_sizes(tmp_path: Path) -> None:
     assert len(report["verdicts"]) == 4
 
 
+@pytest.mark.any_mpi
 def test_simulated_steps_beside_measured_ones(tmp_path: Path) -> None:
     if reason := "no mpiexec" if mpiexec_path() is None else why_not("1gbit"):
         pytest.skip(reason)

@@ -83,7 +83,9 @@ def _wait_for_a_late_rank() -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("job", [(2, 2), (1, 1, 1, 1)], indirect=True, ids=name_of)
+@pytest.mark.parametrize(
+    "job", [(2, 2), pytest.param((1, 1, 1, 1), marks=pytest.mark.any_mpi)], indirect=True, ids=name_of
+)
 def test_ranks_without_work_sleep(job: HostsJob) -> None:
     job.run(_sleep_without_work, wakes_per_s=WAKES_PER_S[len(job.shape)])
 

@@ -161,6 +161,7 @@ with hvd.Hosts(HOSTS) as hosts:
 """
 
 
+@pytest.mark.any_mpi  # between calls there are agents alone
 def test_a_host_that_is_cut_off_between_two_calls(site: Site, programs: Programs) -> None:
     """Its agent is given up; the next call starts another."""
     job = programs.start(_KEEP)
@@ -174,6 +175,7 @@ def test_a_host_that_is_cut_off_between_two_calls(site: Site, programs: Programs
     _go_on(job)
 
 
+@pytest.mark.any_mpi  # between calls there are agents alone
 def test_a_caller_that_is_stopped_between_two_calls_has_the_same_agents(
     site: Site, programs: Programs
 ) -> None:
@@ -205,6 +207,7 @@ def _go_on(job: subprocess.Popen[str]) -> None:
     assert (job.returncode, out, err) == (0, f"{_RESULTS}\n", "")
 
 
+@pytest.mark.any_mpi  # between calls there are agents alone
 def test_a_caller_that_is_killed_between_two_calls(site: Site, programs: Programs) -> None:
     job = programs.start(_KEEP)
     assert job.stdout is not None

@@ -14,6 +14,8 @@ from tests.hosts.jobs import HostsJob
 from tests.hosts.launch import Site
 from tests.mpi.launch import mpiexec_path
 
+# Trees are made of links, which are the same under every MPI.
+pytestmark = pytest.mark.any_mpi
 SHAPE = (1,) * 9
 TOP, BELOW = 1, 8  # of the 3 tops, and of the hosts below them
 
