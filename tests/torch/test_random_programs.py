@@ -254,8 +254,9 @@ EMPTY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:no parameter of this optimizer has a gradient")
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(1000, longest=True))
 @given(programs)
 @example(Program([(3, 1)] * 2, **{**EMPTY, "left_out": 1}))
 def test_the_weights_are_those_of_one_process(program: Program) -> None:
