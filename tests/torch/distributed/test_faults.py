@@ -80,9 +80,21 @@ def run_failing(folder: Path, launched: bool, *arguments: Any) -> Ended | MpiRun
     return run_mpi(2, [sys.executable, path, *map(str, arguments)], env=environment, timeout=60)
 
 
-@pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
-@pytest.mark.parametrize("late", [1, 0])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    ("where", "late", "launched"),
+    [
+        (where, late, launched)
+        for where, late, launched in (
+            ("ddp", 1, True),
+            ("ddp", 0, False),
+            ("fsdp", 0, True),
+            ("fsdp", 1, False),
+            ("recv", 1, True),
+            ("recv", 0, False),
+        )
+        if where in PLACES
+    ],
+)
 def test_a_frozen_rank_is_named(tmp_path: Path, where: str, late: int, launched: bool) -> None:
     ended = run_failing(tmp_path, launched, where, "SIGSTOP", late)
     out, err = (ended.out, ended.err) if isinstance(ended, Ended) else (ended.stdout, ended.stderr)
