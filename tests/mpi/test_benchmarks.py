@@ -100,6 +100,7 @@ def test_question(question: str, tmp_path: Path) -> None:
 
 @needs_mpi
 @pytest.mark.timeout(LIMIT + 20)
+@pytest.mark.slow
 def test_all_in_turn(tmp_path: Path) -> None:
     """Each benchmark and MPI has a file, and the table of the whole has the targets that apply."""
     printed = run("-m", "benchmarks", "latency", "small", "--tiny", "--seconds", 1, "--results", tmp_path)

@@ -69,10 +69,12 @@ KEEPING = f"from pyhvd.engine import context; context.current().fast_path.keep_l
 @pytest.mark.parametrize(
     ("late", "idle", "said"),
     [
-        (0, "time.sleep(60)", "it is at script.py:5 in idle"),
+        pytest.param(0, "time.sleep(60)", "it is at script.py:5 in idle", marks=pytest.mark.slow),
         (2, "time.sleep(60)", "it is at script.py:5 in idle"),
         (2, STOPPED, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
-        (2, KEEPING, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
+        pytest.param(
+            2, KEEPING, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT", marks=pytest.mark.slow
+        ),
         (0, KEEPING, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
         (2, HOLDING, "does not answer within 2 s, and its process sleeps: it is blocked, perhaps while it"),
         # Rank 0 cannot report: the others find out.

@@ -62,6 +62,8 @@ def _interrupted(call: Callable[[], object]) -> None:
         call()
 
 
+@pytest.mark.slow
+@pytest.mark.any_mpi
 @on_ranks(2, 4, timeout=240)
 def test_three_thousand_sets_at_a_time() -> None:
     """MPICH has some 2,000 communicators; the sets of the same ranks share one."""

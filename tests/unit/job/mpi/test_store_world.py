@@ -135,6 +135,7 @@ def test_open_mpi_names_the_remedy(tmp_path: Path) -> None:
     assert 'pyhvdrun -n 2 train.py; or install MPICH, which needs none: pip install "pyhvd[mpich]"' in err
 
 
+@pytest.mark.slow
 def test_fifty_worlds_leave_no_process_and_no_port(tmp_path: Path) -> None:
     """Rank 0 is lost before the others come in a quarter of them, rank 1 comes twice in another quarter."""
     ports = []

@@ -379,6 +379,7 @@ def test_an_unknown_argument() -> None:
         hvd.launch(rank, nprocs=2)  # type: ignore[call-arg]
 
 
+@pytest.mark.slow
 def test_eight_threads_at_once_mix_nothing_up(capfd: pytest.CaptureFixture[str]) -> None:
     def work(number: int, out: int) -> list[tuple[int, int]]:
         os.write(1, b"%d\n" % number * 1000)
