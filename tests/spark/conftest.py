@@ -15,13 +15,21 @@ from typing import Any
 
 import pytest
 
-from tests.spark.cluster import MARK, ROOT, standalone_cluster
+from tests.spark.cluster import JAVA_OPTIONS, MARK, ROOT, standalone_cluster
 from tests.spark.session import SETTINGS
 
 _MARK = f"PYHVD_TEST_MARK=rank-of-{uuid.uuid4()}"
 GONE_S = 15.0
 """A frozen Python worker is killed by Spark within 2 s, its rank with it; the rest is for a busy machine."""
 _START_S = 60.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _java_options() -> Iterator[None]:
+    """Give the options of the cluster's JVMs to those that programs of tests start too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAVA_TOOL_OPTIONS", JAVA_OPTIONS)
+        yield
 
 
 @pytest.fixture(scope="session")
