@@ -287,14 +287,17 @@ class _PeerWatch:
         """Return the error that ends a wait of so many seconds, if one does; ``due`` is the next look."""
         self.due = waited + _LOOK_SECONDS
         request, runtime = self._request, self._context.runtime
-        if waited >= self._end_after:
-            report = runtime.explain_wait(waited, request.name, request.waits_for)
-            return CollectiveError(f"{request.name} has been given up after {waited:.0f} s\n{report}")
         if len(request.waits_for) == 1 and (lost := runtime.where.describe_ended(request.waits_for[0])):
             return CollectiveError(f"{request.name}: {lost}")
-        if waited >= self._warn_after:
-            self._warn_after = math.inf
-            _log.warning("%s", runtime.explain_wait(waited, request.name, request.waits_for))
+        if waited < min(self._warn_after, self._end_after):
+            return None
+        began = time.monotonic()
+        report = runtime.explain_wait(waited, request.name, request.waits_for)
+        waited += time.monotonic() - began  # some seconds if rank 0 does not answer
+        if waited >= self._end_after:
+            return CollectiveError(f"{request.name} has been given up after {waited:.0f} s\n{report}")
+        self._warn_after = math.inf
+        _log.warning("%s", report)
         return None
 
 
