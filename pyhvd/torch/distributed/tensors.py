@@ -49,7 +49,9 @@ def as_bytes(tensor: Any) -> Any:
 def flat(tensor: Any) -> Any:
     """Return a tensor's elements in one dimension, as pyhvd can move them."""
     plain = tensor.data if tensor.requires_grad else tensor
-    return as_bytes(plain.resolve_conj().resolve_neg().reshape(-1))
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return as_bytes(plain if plain.ndim == 1 else plain.reshape(-1))
 
 
 def flat_parts(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
