@@ -110,17 +110,16 @@ def test_no_memory_for_an_output_on_one_rank(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_memory_for_a_remembered_output_on_one_rank(verb: str) -> None:
     """The rank does not leave the others waiting on the fast path."""
     hvd.init()
-    # A result of more than 32 MiB: glibc keeps freed memory of up to that size for the next one.
-    rows, call = np.ones(10 << 20), getattr(hvd, verb)
+    rows, call = np.ones(8 << 20), getattr(hvd, verb)
     for _ in range(3):
         want = call(rows, name=verb).nbytes
     limit_pool(0)  # or the result would get the memory of the last one
     gc.collect()  # or memory of an earlier test, which its error holds, may become free in between
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    if is_last():
-        _use_up_memory(want, limits[1])
+    held = _use_up_memory(want, limits[1]) if is_last() else []
     error = outcome(lambda: call(rows, name=verb))
     resource.setrlimit(resource.RLIMIT_AS, limits)
+    del held
     expected = MemoryError if is_last() and verb in ("allreduce", "reducescatter") else hvd.RankFailedError
     assert isinstance(error, expected), repr(error)
     assert "emory" in repr(error)
@@ -128,15 +127,16 @@ def test_no_memory_for_a_remembered_output_on_one_rank(verb: str) -> None:
     hvd.barrier()
 
 
-def _use_up_memory(nbytes: int, most: int) -> None:
-    """Limit this process so that it cannot allocate so many bytes."""
-    for _ in range(20):  # what other threads free meanwhile can be used again
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), most))
+def _use_up_memory(nbytes: int, most: int) -> list[np.ndarray[Any, Any]]:
+    """Limit this process so that it cannot allocate so many bytes; return what uses up the rest."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), most))
+    held = []
+    for _ in range(20):  # the heap may have room for some: glibc gives back freed memory late
         try:
-            np.empty(nbytes, np.uint8)
+            held.append(np.empty(nbytes, np.uint8))
         except MemoryError:
-            return
+            return held
     raise AssertionError(f"{nbytes} bytes can be allocated again and again")
 
 
