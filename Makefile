@@ -268,10 +268,8 @@ define venv
 @echo "==> $(@D): $(2)"
 @$(1) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("pyhvd needs Python 3.11 or newer; " + \
   sys.executable + " is %d.%d. Name another one: make PYTHON=/path/to/python3" % v[:2])'
-@# .venv's pip puts pip into the other venvs, seconds sooner than ensurepip does.
-@test -x $(@D)/bin/pip || if test -x .venv/bin/pip; then $(1) -m venv --without-pip $(@D) && \
-  .venv/bin/python -m pip --python $(@D)/bin/python install --quiet --no-compile "pip>=25.1"; \
-  else $(1) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --no-compile --upgrade "pip>=25.1"; fi
+@test -x $(@D)/bin/python || $(1) -m venv $(@D)
+@$(@D)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 endef
 
 # Build the extension in place with the venv's own Cython; leave a wheel that links the source tree, $(@D)/link.
