@@ -14,7 +14,7 @@ from typing import Any
 from fill_faults import DOCS, ROOT, fill
 
 PAGE = DOCS / "torch_distributed_judge.md"
-RESULTS = ROOT / "benchmarks" / "results" / "torch_judge.json"
+RESULTS = ROOT / "benchmarks" / "results" / "judge" / "torch.json"
 KINDS = ("passed", "skipped", "failed")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.mpi.launch import ROOT, MpiJob, job_directory, mpi_version, mpiexec_command
 
-RESULTS = ROOT / "benchmarks" / "results" / "torch_judge.json"
+RESULTS = ROOT / "benchmarks" / "results" / "judge" / "torch.json"
 BACKENDS = ("pyhvd", "gloo")
 SIZES = (2, 3, 4)
 _ALONE = re.compile("barrier_timeout|monitored_barrier")

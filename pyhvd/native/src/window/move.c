@@ -4,7 +4,8 @@
 #include "window/layout.h"
 #include "window/parts.h"
 
-#define SINGLE 262144 /* bytes up to which a single lane is read where it is */
+#define SINGLE 262144       /* bytes up to which a single lane is read where it is */
+#define SINGLE_HELD 4194304 /* the same if it is in the arena */
 
 /* Store where blocks begin that lie one behind the other. */
 static void find_starts(const int64_t *counts, int n, int64_t *starts) {
@@ -88,16 +89,16 @@ typedef struct {
     uint64_t held;    /* 1 + the offset in its arena, which they have mapped; 0: it is elsewhere */
 } source_place;
 
-/* A single long lane outside of the arena is faster in chunks: its owner copies one while the others
- * copy the one before. */
+/* A single long lane is faster in chunks: its owner copies one while the others copy the one before. */
 static source_place find_source(const pyhvd_window *w, const pyhvd_job_cursor *c) {
     const pyhvd_local_move *m = c->local;
     int64_t offset = c->source - (int64_t)(intptr_t)w->arena[w->rank];
-    if (offset >= 0 && offset < w->arena_bytes)
-        return (source_place){(uint64_t)c->source, (uint64_t)offset + 1};
-    if ((m->total <= m->longest && m->longest > SINGLE) || !is_readable(c))
+    int is_held = offset >= 0 && offset < w->arena_bytes;
+    int is_single = m->total <= m->longest;
+    if ((is_single && m->longest > (is_held ? SINGLE_HELD : SINGLE)) ||
+        (!is_held && !is_readable(c)))
         return (source_place){0, 0};
-    return (source_place){(uint64_t)c->source, 0};
+    return (source_place){(uint64_t)c->source, is_held ? (uint64_t)offset + 1 : 0};
 }
 
 /* Copy this rank's targets out of a peer's source; return 0 if it cannot be read. */
