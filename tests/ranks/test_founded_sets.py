@@ -218,11 +218,16 @@ def test_an_error_names_the_lines_of_the_members() -> None:
 
 
 def test_a_member_that_never_comes_is_named_with_the_key(way: str) -> None:
+    begun = threading.Event()
+
     def body() -> None:
         if hvd.rank() == 1:
+            begun.set()
             with pytest.raises(hvd.StallError, match=r"noname\.the key': not submitted by rank 0"):
                 found_process_set([0, 1], "the key")
         else:
+            assert begun.wait(10)
+            time.sleep(0.1)  # the error has what is over its time: this rank's tensor is to be younger
             with pytest.raises(hvd.StallError):
                 hvd.allreduce(np.ones(1), name="other")
 
