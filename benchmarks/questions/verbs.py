@@ -77,8 +77,7 @@ class VerbWork:
         verb, given = self.verb, empty(self.given.shape, self.given.dtype)
         given[:] = self.given
         if verb == "broadcast":
-            array = given
-            return lambda: hvd.broadcast_(array, 0, name=name)
+            return lambda: hvd.broadcast_(given, 0, name=name)
         call = getattr(hvd, verb)
         if verb in ("reducescatter", "allreduce"):
             return lambda: call(given, name=name, op=hvd.Sum)
@@ -133,10 +132,9 @@ def array_cases(world: World, sizes: Sequence[int], chosen: Sequence[str] = VERB
         for verb in chosen:
             work = VerbWork.of(world, verb, nbytes)
             call = f"verbs.{verb}.{nbytes}"
-            contenders = [
-                work.contender(SYNCHRONOUS, work.by_pyhvd(call), OURS),
-                work.contender(SHARED, work.by_pyhvd(f"{call}.shared", hvd.empty), OURS),
-            ]
+            contenders = [work.contender(SYNCHRONOUS, work.by_pyhvd(call), OURS)]
+            if hvd.local_size() == hvd.size():  # else they are ordinary arrays
+                contenders += [work.contender(SHARED, work.by_pyhvd(f"{call}.shared", hvd.empty), OURS)]
             contenders += [work.contender(name, work.by_mpi(comm), "peer") for name, comm in ways.items()]
             yield Case(label(verb, nbytes), work.nbytes, contenders)
 

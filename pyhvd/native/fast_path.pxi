@@ -217,7 +217,7 @@ cdef class FastPath(ReadyTableEnd):
         cdef Turns turns = self.turns_of[set_id]
         for q, start in enumerate(arenas):
             window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
-            window.window.arena_bytes = self.arena_to - self.arena_from
+        window.window.arena_bytes = self.arena_to - self.arena_from
         if not pyhvd_fast_path_open(&self.c, <uint32_t>set_id, &window.window):
             raise MemoryError
         if turns is not None:

@@ -66,16 +66,14 @@ cdef class Pieces:
                 return False
         return True
 
-    cdef void copy_to(self, int64_t whole) noexcept nogil:
+    cdef void copy(self, int64_t whole, bint packs) noexcept nogil:
+        """Copy all of them to the memory at ``whole``; unless it ``packs``, from there."""
         cdef Py_ssize_t k
         for k in range(self.n):
-            memcpy(<void*>whole, <void*>self.addresses[k], self.sizes[k])
-            whole += <int64_t>self.sizes[k]
-
-    cdef void copy_from(self, int64_t whole) noexcept nogil:
-        cdef Py_ssize_t k
-        for k in range(self.n):
-            memcpy(<void*>self.addresses[k], <void*>whole, self.sizes[k])
+            if packs:
+                memcpy(<void*>whole, <void*>self.addresses[k], self.sizes[k])
+            else:
+                memcpy(<void*>self.addresses[k], <void*>whole, self.sizes[k])
             whole += <int64_t>self.sizes[k]
 
 
@@ -103,7 +101,7 @@ def pack(tensors):
     made = pieces.kind.make(&like, pieces.nbytes, &address)
     if made is not None:
         with nogil:
-            pieces.copy_to(address)
+            pieces.copy(address, True)
     return made
 
 
@@ -117,5 +115,5 @@ def unpack(whole, tensors):
     if not source.look((whole,)) or not pieces.look(tensors) or source.nbytes != pieces.nbytes:
         return False
     with nogil:
-        pieces.copy_from(source.addresses[0])
+        pieces.copy(source.addresses[0], False)
     return True

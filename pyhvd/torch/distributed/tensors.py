@@ -58,10 +58,9 @@ def flat_parts(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
     """Return the elements of several tensors in one dimension, and how many are each one's."""
     whole = joined(tensors)
     if whole is None and (whole := pack(tensors)) is None:
-        whole = torch.cat([tensor.data.resolve_conj().resolve_neg().reshape(-1) for tensor in tensors])
+        whole = torch.cat([flat(tensor) for tensor in tensors])
     sent = as_bytes(whole)
-    each = whole.element_size() if sent.dtype is not whole.dtype else 1
-    return sent, [tensor.numel() * each for tensor in tensors]
+    return sent, [tensor.nbytes // sent.element_size() for tensor in tensors]
 
 
 def joined(tensors: Sequence[Any]) -> Any | None:

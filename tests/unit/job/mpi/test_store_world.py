@@ -51,7 +51,8 @@ def _family() -> str | None:
         return None
 
 
-needs_mpich = pytest.mark.skipif(_family() != MPICH, reason="mpi4py here is not built on MPICH")
+FAMILY = _family()
+needs_mpich = pytest.mark.skipif(FAMILY != MPICH, reason="mpi4py here is not built on MPICH")
 
 
 def start(
@@ -128,7 +129,7 @@ def test_numbers_that_differ_from_mpis_are_refused(tmp_path: Path, first: str) -
     assert "MPI is up in this process as rank 0 of 1, but torch.distributed has it as rank 1 of 2" in err
 
 
-@pytest.mark.skipif(_family() != OPENMPI, reason="mpi4py here is not built on Open MPI")
+@pytest.mark.skipif(FAMILY != OPENMPI, reason="mpi4py here is not built on Open MPI")
 def test_open_mpi_names_the_remedy(tmp_path: Path) -> None:
     ((code, _, err),) = ends(start(_JOIN, tmp_path, 0, 2))
     assert code == 1
