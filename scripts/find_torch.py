@@ -30,7 +30,8 @@ def main() -> int:
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode != 0:
         return 1
-    (torch,) = json.loads(found.stdout)["install"]
+    packages = json.loads(found.stdout)["install"]
+    (torch,) = (each for each in packages if each["metadata"]["name"] == "torch")
     name = torch["download_info"]["url"]
     return 0 if "+cpu" in torch["metadata"]["version"] or "-macosx_" in name else 1
 

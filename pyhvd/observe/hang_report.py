@@ -344,14 +344,16 @@ class StallSnapshot:
 
     @property
     def suspects(self) -> list[int]:
-        """The ranks that may be the cause, by the first rule that gives any.
+        """The ranks that may be the cause.
 
-        1. The ranks whose processes are lost.
-        2. Rank 0, if no tensor is being carried out here and this is not rank 0.
-        3. All other ranks.
+        If a tensor is being carried out here, and on rank 0: those whose processes are lost, or all others.
+        Else those that are stopped or held by a debugger, or rank 0: a rank 0 that can speak names ranks that
+        have ended, and these may have ended because they gave up too.
         """
         lost = [rank for rank, state in self.states.items() if state.is_lost]
-        return lost or ([0] if not self.under_way and self.rank else list(self.states))
+        if self.under_way or not self.rank:
+            return lost or list(self.states)
+        return [rank for rank in lost if self.states[rank] is not ProcessState.GONE] or [0]
 
 
 def describe_stall(snapshot: StallSnapshot, places: Sequence[ProcessPlace]) -> str:

@@ -266,6 +266,15 @@ def test_rank_0_should_have_said_why() -> None:
     )
 
 
+def test_a_rank_that_has_given_up_before_is_not_the_cause() -> None:
+    states = {0: ProcessState.STOPPED, 1: ProcessState.GONE}
+    assert StallSnapshot(2, ["a"], False, states, 4.5).suspects == [0]
+    assert StallSnapshot(2, ["a"], False, {**states, 0: ProcessState.SLEEPING}, 4.5).suspects == [0]
+    assert StallSnapshot(
+        2, ["a"], False, {0: ProcessState.SLEEPING, 1: ProcessState.STOPPED}, 4.5
+    ).suspects == [1]
+
+
 def test_what_is_known_of_a_rank_0_that_does_not_answer() -> None:
     head = "rank 2 has waited for 'a' for 61 s: rank 0, which decides what runs, does not answer"
     silent = "its background thread does not answer within 2 s, and its process"
