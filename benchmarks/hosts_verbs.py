@@ -34,6 +34,7 @@ def _floor(rails: Rails, verb: str, nbytes: int) -> Contender:
         "allgather": nbytes / rails.hosts,
         "alltoall": nbytes * rails.local_size / rails.hosts,
         "broadcast": nbytes / (rails.hosts - 1),
+        verbs.IN_TURN: nbytes / (rails.hosts - 1),
         "reducescatter": nbytes / rails.hosts,
     }
     each = int(of_host[verb] / rails.local_size)

@@ -2,8 +2,10 @@
 
 The bytes are those of the larger side: what a rank gets of an allgather, what it gives to a reducescatter.
 pyhvd's calls return new arrays, as programs use them, and MPI's write into old ones; a broadcast is in place
-in both. Each is called many times in a row if it is small. A ratio counts against the best of MPI's ways: the
-library as it comes, and under Open MPI also its single-copy hierarchical collectives (xhc).
+in both. Each is called many times in a row if it is small. In broadcasts from one root MPI's root runs ahead
+then; those from each rank in turn show how long one takes until it has ended everywhere. A ratio counts
+against the best of MPI's ways: the library as it comes, and under Open MPI also its single-copy hierarchical
+collectives (xhc).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from benchmarks.tensors import Array, WrongResultError
 SYNCHRONOUS, SHARED = "pyhvd", "pyhvd, of hvd.empty()"
 SMALL, MIDDLE, LARGE = 64, 64 << 10, 64 << 20
 SIZES = (SMALL, MIDDLE, 4 << 20, LARGE)
+IN_TURN = "broadcast from each in turn"
 VERBS = ("allgather", "broadcast", "alltoall", "reducescatter", "allreduce")
 MPI_CALL, XHC = "MPI", "MPI, xhc"
 NAMED, OBJECTS = "pyhvd, named", "mpi4py, lower case"
@@ -62,7 +66,7 @@ class VerbWork:
             )
         if verb == "alltoall":
             return cls(world, verb, every[rank], np.concatenate([each[parts[rank]] for each in every]))
-        if verb == "broadcast":
+        if verb in ("broadcast", IN_TURN):
             return cls(world, verb, every[rank], every[0])
         total: Array = np.stack(every).sum(axis=0, dtype=np.float32)
         return cls(world, verb, every[rank], total[parts[rank]] if verb == "reducescatter" else total)
@@ -78,6 +82,15 @@ class VerbWork:
         given[:] = self.given
         if verb == "broadcast":
             return lambda: hvd.broadcast_(given, 0, name=name)
+        if verb == IN_TURN:
+            roots = cycle([(root, f"{name}.{root}") for root in range(self.world.size)])
+
+            def broadcast() -> Array:
+                root, of_root = next(roots)
+                hvd.broadcast_(given, root, name=of_root)
+                return given
+
+            return broadcast
         call = getattr(hvd, verb)
         if verb in ("reducescatter", "allreduce"):
             return lambda: call(given, name=name, op=hvd.Sum)
@@ -86,15 +99,16 @@ class VerbWork:
     def by_mpi(self, comm: MPI.Intracomm) -> Callable[[], Any]:
         """Return a call that returns the result."""
         given, out = self.given, np.ones_like(self.wanted)
-        array = given.copy()
+        array, roots = given.copy(), cycle(range(self.world.size))
         calls: dict[str, Callable[[], Any]] = {
             "allgather": lambda: comm.Allgather(given, out),
             "alltoall": lambda: comm.Alltoall(given, out),
             "broadcast": lambda: comm.Bcast(array, 0),
+            IN_TURN: lambda: comm.Bcast(array, next(roots)),
             "reducescatter": lambda: comm.Reduce_scatter_block(given, out),
             "allreduce": lambda: comm.Allreduce(given, out),
         }
-        call, result = calls[self.verb], array if self.verb == "broadcast" else out
+        call, result = calls[self.verb], array if "broadcast" in self.verb else out
 
         def run() -> Any:
             call()
@@ -129,7 +143,7 @@ def array_cases(world: World, sizes: Sequence[int], chosen: Sequence[str] = VERB
     peers.start_pyhvd()
     ways = {MPI_CALL: world.comm, **_xhc(world)}
     for nbytes in sizes:
-        for verb in chosen:
+        for verb in [*chosen, IN_TURN] if nbytes <= MIDDLE else chosen:
             work = VerbWork.of(world, verb, nbytes)
             call = f"verbs.{verb}.{nbytes}"
             contenders = [work.contender(SYNCHRONOUS, work.by_pyhvd(call), OURS)]
