@@ -22,11 +22,10 @@ def run_now(key: int, *arrays: Any) -> tuple[NDArray[Any], ...]:
     """
     call = TABLE[key]
     try:
-        given = [np.ascontiguousarray(each) for each in arrays]
+        in_place = call.is_in_place
         # The arrays of a callback are the framework's: results need memory of their own.
-        results = [each.copy() for each in given] if call.is_in_place else None
-        handle = call.start(results if results is not None else given, results)
-        return tuple(call.results_of(handle))
+        given = [np.array(each, order="C") if in_place else np.asarray(each, order="C") for each in arrays]
+        return tuple(call.run_on(given, in_place=in_place))
     except Exception as exc:
         text = failures.keep(exc)
         raise HorovodInternalError(f"{text} (the call is at {call.site})") from exc

@@ -39,7 +39,7 @@ def _site_of_caller() -> str:
     return "an unknown line" if found is None else describe_site(*found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphCall:
     """One call site of a graph.
 
@@ -48,7 +48,7 @@ class GraphCall:
     verb : str
         A verb of :mod:`pyhvd` without underscore, as ``"grouped_allreduce"``.
     name : str
-        The call's name, the same on all ranks.
+        The call's name, the same on all ranks; empty if it is still to be named.
     dtypes : tuple of numpy.dtype
         The operands' dtypes.
     op, prescale_factor, postscale_factor, root_rank, process_set
@@ -112,26 +112,39 @@ class GraphCall:
 
     def start(self, sources: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any]] | None) -> Handle:
         """Submit the call; targets are given if it is to run in place, and may be the sources."""
-        self.check()
-        in_place = targets is not None
         if targets is not None:
             for source, target in zip(sources, targets, strict=True):
                 if source is not target:
                     np.copyto(target, source)
-            sources = targets
-        given, splits = list(sources), None
+            return self.start_on(targets, in_place=True)
+        return self.start_on(sources)
+
+    def start_on(self, tensors: Sequence[Any], *, in_place: bool = False) -> Handle:
+        """Submit the call for arrays of any library; without a name pyhvd numbers it."""
+        given, terms = self._arguments(tensors)
+        handle: Handle = getattr(collectives, f"{self.verb}_async" + "_" * in_place)(given, **terms)
+        return handle
+
+    def run_on(self, tensors: Sequence[Any], *, in_place: bool = False) -> list[Any]:
+        """Run the call for arrays of any library, and return its results; see :meth:`results_of`."""
+        given, terms = self._arguments(tensors)
+        result = getattr(collectives, self.verb + "_" * in_place)(given, **terms)
+        return list(result) if self.is_grouped or isinstance(result, tuple) else [result]
+
+    def _arguments(self, tensors: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the verb's tensor or tensors, and its other arguments."""
+        self.check()
+        given, splits = list(tensors), None
         if self.has_splits:
             splits = given.pop()
-        verb = getattr(collectives, f"{self.verb}_async" + "_" * in_place)
-        terms: dict[str, Any] = {"name": self.name, "process_set": self.process_set}
+        terms: dict[str, Any] = {"name": self.name or None, "process_set": self.process_set}
         if self.kind in _REDUCING:
             terms |= self._reduction()
         elif self.kind == "broadcast":
             terms["root_rank"] = self.root_rank
         elif self.kind == "alltoall":
             terms["splits"] = splits
-        handle: Handle = verb(given if self.is_grouped else given[0], **terms)
-        return handle
+        return given if self.is_grouped else given[0], terms
 
     def results_of(self, handle: Handle) -> list[NDArray[Any]]:
         """Return the arrays of an ended call; those of an alltoall are the output and the received splits."""

@@ -121,7 +121,7 @@ class NativeDoor:
         if call.is_in_place:
             self.ops.finish(run, text, [], None)
             return
-        outputs = [np.ascontiguousarray(each) for each in results]
+        outputs = [np.asarray(each, order="C") for each in results]
         described = [(each.ctypes.data, each.nbytes, each.shape) for each in outputs]
         self.ops.finish(run, text, described, outputs)
 

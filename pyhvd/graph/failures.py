@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from pyhvd.api import c_api
 from pyhvd.errors import HorovodInternalError, copy_error
@@ -50,3 +51,15 @@ def cause_of(error: BaseException) -> BaseException | None:
             if text in words:
                 return c_api.exception(text) or HorovodInternalError(text)
     return None
+
+
+@contextlib.contextmanager
+def raising_causes(*kinds: type[BaseException]) -> Iterator[None]:
+    """Raise pyhvd's exception ``from`` a framework's error of these classes that carries one."""
+    try:
+        yield
+    except kinds as exc:
+        cause = cause_of(exc)
+        if cause is None:
+            raise
+        raise cause from exc

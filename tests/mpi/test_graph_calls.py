@@ -42,7 +42,9 @@ def test_each_verb_runs_with_the_terms_of_its_key() -> None:
     assert gathered.ravel().tolist() == [float(r) for r in range(size) for _ in range(2 * size)]
     (sent,) = run_now(add("broadcast", "sent", FLOAT, root_rank=size - 1), mine)
     assert (sent == size - 1).all()
-    swapped, received = run_now(add("alltoall", "swapped", FLOAT), mine)
+    splits = np.full(size, 2)
+    turned = add("alltoall", "swapped", FLOAT, splits.dtype, has_splits=True)
+    swapped, received = run_now(turned, mine, splits)
     assert swapped.ravel().tolist() == [float(r) for r in range(size) for _ in range(2)]
     assert received.tolist() == [2] * size
     (part,) = run_now(add("reducescatter", "part", FLOAT, op=hvd.Sum), mine)

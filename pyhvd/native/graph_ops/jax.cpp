@@ -1,7 +1,7 @@
 /* The door of JAX: one handler of XLA's typed FFI for all collectives; calls.hpp has the rest.
  *
- * The operands and results of the custom call are those of the collective, in order. Its attribute `key` (an
- * int64) names the call. A handler that cannot complete at once returns a future, which the completer thread
+ * The operands and results of the custom call are those of the collective, in order. The last operand is a token,
+ * which is not read. The last result, a byte, is for the keeper, a custom call that does nothing. The attribute `key` (an int64) names the call. A handler that cannot complete at once returns a future, which the completer thread
  * completes; XLA keeps the buffers until then.
  *
  * The handler reports version 0.1 of the FFI: jaxlib refuses a version newer than its own, and all structures
@@ -109,11 +109,11 @@ XLA_FFI_Error *run_collective(XLA_FFI_CallFrame *frame) {
     int64_t key;
     if (!read_key(frame->attrs, &key)) return make_error(frame->api, "the collective has no int64 attribute `key`");
     auto run = std::make_unique<JaxRun>(key, frame->api);
-    for (int64_t k = 0; k < frame->args.size; k++) {
+    for (int64_t k = 0; k + 1 < frame->args.size; k++) {
         const auto *source = static_cast<const XLA_FFI_Buffer *>(frame->args.args[k]);
         run->add_source(source->data, source->rank, source->dims, nbytes(source));
     }
-    for (int64_t k = 0; k < frame->rets.size; k++) {
+    for (int64_t k = 0; k + 1 < frame->rets.size; k++) {
         const auto *target = static_cast<const XLA_FFI_Buffer *>(frame->rets.rets[k]);
         run->add_target(target->data, nbytes(target));
     }
@@ -123,13 +123,25 @@ XLA_FFI_Error *run_collective(XLA_FFI_CallFrame *frame) {
     return held->error().empty() ? nullptr : make_error(frame->api, held->error());
 }
 
+/* It has a side effect for XLA, which therefore keeps the collective whose last result it takes. */
+XLA_FFI_Error *keep_collective(XLA_FFI_CallFrame *frame) {
+    answer_metadata(frame);
+    return nullptr;
+}
+
 /* handler(): the handler's address in a capsule, for jax.ffi.register_ffi_target. */
 PyObject *method_handler(PyObject *, PyObject *) {
     return PyCapsule_New(reinterpret_cast<void *>(&run_collective), nullptr, nullptr);
 }
 
+/* keeper(): likewise the keeper's. */
+PyObject *method_keeper(PyObject *, PyObject *) {
+    return PyCapsule_New(reinterpret_cast<void *>(&keep_collective), nullptr, nullptr);
+}
+
 PyMethodDef methods[] = {
     PYHVD_GRAPH_METHODS,
+    {"keeper", method_keeper, METH_NOARGS, nullptr},
     {"handler", method_handler, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
