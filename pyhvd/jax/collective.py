@@ -150,8 +150,8 @@ def _device_count(context: Any) -> int:
     return int(context.num_devices)
 
 
-_FLAG = jax.core.ShapedArray((1,), np.uint8)
-"""The last result of the custom call: it says that the call has run."""
+_NOTHING = jax.core.ShapedArray((0,), np.uint8)
+"""The keeper's result, which a custom call must have."""
 
 
 def _lower(ctx: Any, *operands: Any, call: GraphCall) -> Any:
@@ -160,7 +160,7 @@ def _lower(ctx: Any, *operands: Any, call: GraphCall) -> Any:
     1. The collective has no side effect for XLA, which would run such calls one after the other. Ranks that
        trace them in different orders would then wait for each other. XLA merges no two calls, as keys
        differ, and moves none out of a loop, as its last operand is a token.
-    2. The keeper has a side effect. It takes the first one's last result and does nothing, so that XLA
+    2. The keeper has a side effect. It takes the first one's first result and does nothing, so that XLA
        drops neither.
     """
     devices = _device_count(ctx.module_context.axis_context)
@@ -172,12 +172,10 @@ def _lower(ctx: Any, *operands: Any, call: GraphCall) -> Any:
     key = open_door().add(with_name(call, ctx.avals_in))
     aliases = {k: k for k in range(len(operands))} if call.is_in_place else {}
     collective = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)
-    widened = ctx.replace(
-        avals_in=[*ctx.avals_in, jax.core.abstract_token], avals_out=[*ctx.avals_out, _FLAG]
-    )
-    *results, flag = collective(widened, *operands, stablehlo.after_all([]), key=np.int64(key))
+    widened = ctx.replace(avals_in=[*ctx.avals_in, jax.core.abstract_token])
+    results = collective(widened, *operands, stablehlo.after_all([]), key=np.int64(key))
     keeper = jax.ffi.ffi_lowering(KEEPER, has_side_effect=True)
-    keeper(ctx.replace(avals_in=[_FLAG], avals_out=[_FLAG]), flag)
+    keeper(ctx.replace(avals_in=ctx.avals_out[:1], avals_out=[_NOTHING]), results[0])
     return results
 
 

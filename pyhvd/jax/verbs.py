@@ -65,9 +65,14 @@ def _call(verb: str, terms: Terms, tensors: Sequence[Any]) -> list[Any]:
     return run(call, tensors)
 
 
+def _has_none(gradient: Any) -> bool:
+    """Return whether this is the gradient of an array of integers, which has none."""
+    return bool(gradient.dtype == jax.dtypes.float0)
+
+
 def _on_floats(function: Any, terms: Terms, gradients: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """Call a function of gradients, but for those of integers, which have none."""
-    places = [k for k, each in enumerate(gradients) if each.dtype != jax.dtypes.float0]
+    places = [k for k, each in enumerate(gradients) if not _has_none(each)]
     picked = [[each[k] for k in places] for each in (gradients, *others)]
     results = list(gradients)
     for k, result in zip(places, function(terms, *picked), strict=True):
@@ -129,8 +134,10 @@ def reduce_leaves(terms: Terms, tensors: list[Any]) -> list[Any]:
     """Return the reduced tensors; factors of an op that is not linear are multiplications of their own."""
     if not in_trace():
         return _call("allreduce", terms, tensors)
+    reduced: list[Any]
     if terms.op in _LINEAR or terms.op is Adasum:
-        return _allreduce(terms, tensors)
+        reduced = _allreduce(terms, tensors)
+        return reduced
     before, after = terms.prescale, terms.postscale
     plain = _allreduce(
         terms._replace(prescale=1.0, postscale=1.0), [_scaled(each, before) for each in tensors]
@@ -219,31 +226,30 @@ def _allgather(terms: Terms, tensors: list[Any]) -> list[Any]:
     return _call("allgather", terms, tensors)
 
 
-def _allgather_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any], Any]:
+def _allgather_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any], None]:
     results = _allgather(terms, tensors)
-    size, place = terms.process_set.size(), terms.process_set.rank()
-    assert size is not None
-    assert place is not None
-    starts = [len(each) * place for each in tensors]
+    size = _place(terms)[0]
     for each, result in zip(tensors, results, strict=True):
         if len(result) != len(each) * size:
             raise ValueError(
                 f"the gradient of allgather needs equal numbers of rows, but this rank gave {len(each)} of"
                 f" {len(result)} in all: pad the array, or call allgather outside of jax.grad"
             )
-    return results, [slice(start, start + len(each)) for start, each in zip(starts, tensors, strict=True)]
+    return results, None
 
 
-def _allgather_backward(terms: Terms, own: list[slice], gradients: list[Any]) -> tuple[list[Any]]:
-    def average(terms: Terms, gradients: list[Any], own: list[Any]) -> list[Any]:
-        totals = _allreduce(terms.of_gradient(op=Average), gradients)
-        return [total[rows] for total, rows in zip(totals, own, strict=True)]
+def _allgather_backward(terms: Terms, _: None, gradients: list[Any]) -> tuple[list[Any]]:
+    size, place = _place(terms)
+    totals = _on_floats(_allreduce, terms.of_gradient(op=Average), gradients)
+    return ([each.reshape(size, len(each) // size, *each.shape[1:])[place] for each in totals],)
 
-    def without_gradient(gradient: Any, rows: slice) -> Any:
-        return gradient[rows] if gradient.dtype == jax.dtypes.float0 else gradient
 
-    shortened = [without_gradient(each, rows) for each, rows in zip(gradients, own, strict=True)]
-    return (_on_floats(average, terms, shortened, own),)
+def _place(terms: Terms) -> tuple[int, int]:
+    """Return the size of the process set, and this rank's place in it."""
+    size, place = terms.process_set.size(), terms.process_set.rank()
+    if size is None or place is None:
+        raise ValueError(f"this rank is not a member of {terms.process_set}")
+    return size, place
 
 
 _allgather.defvjp(_allgather_forward, _allgather_backward)
@@ -300,7 +306,7 @@ def _broadcast_forward(terms: Terms, tensor: Any) -> tuple[Any, None]:
 
 def _broadcast_backward(terms: Terms, _: None, gradient: Any) -> tuple[Any]:
     total = _on_floats(_allreduce, terms.of_gradient(op=Average), [gradient])[0]
-    if rank() == terms.root or gradient.dtype == jax.dtypes.float0:
+    if rank() == terms.root or _has_none(gradient):
         return (total,)
     return (total * 0,)
 
@@ -393,30 +399,33 @@ def _reducescatter(terms: Terms, tensors: list[Any]) -> list[Any]:
     return _call("reducescatter", terms, tensors)
 
 
-def _reducescatter_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any], list[int]]:
-    return _reducescatter(terms, tensors), [len(each) for each in tensors]
-
-
-def _reducescatter_backward(terms: Terms, rows: list[int], gradients: list[Any]) -> tuple[list[Any]]:
-    size = terms.process_set.size()
-    assert size is not None
+def _reducescatter_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any], None]:
+    results = _reducescatter(terms, tensors)
+    size = _place(terms)[0]
+    rows = [len(each) for each in tensors]
     if any(each % size for each in rows):
         raise ValueError(
-            f"the gradient of reducescatter needs numbers of rows that divide by {size}, not {rows}:"
-            " pad the array"
+            f"the gradient of reducescatter needs numbers of rows that divide by {size}, not {rows}: pad the"
+            " array"
         )
+    return results, None
+
+
+def _reducescatter_backward(terms: Terms, _: None, gradients: list[Any]) -> tuple[list[Any]]:
+    size = _place(terms)[0]
     factor = terms.prescale * terms.postscale * (size if terms.op is Sum else 1)
 
     def gather(terms: Terms, gradients: list[Any]) -> list[Any]:
-        return _allgather(terms, [_scaled(each, factor) for each in gradients])
+        gathered: list[Any] = _allgather(terms, [_scaled(each, factor) for each in gradients])
+        return gathered
 
     plain = terms.of_gradient(op=Average, prescale=1.0, postscale=1.0)
-    gathered = _on_floats(gather, plain, gradients)
-    whole = [
-        np.zeros((count, *each.shape[1:]), jax.dtypes.float0) if each.dtype == jax.dtypes.float0 else each
-        for count, each in zip(rows, gathered, strict=True)
-    ]
-    return (whole,)
+    return (
+        [
+            np.zeros((len(each) * size, *each.shape[1:]), each.dtype) if _has_none(each) else each
+            for each in _on_floats(gather, plain, gradients)
+        ],
+    )
 
 
 _reducescatter.defvjp(_reducescatter_forward, _reducescatter_backward)

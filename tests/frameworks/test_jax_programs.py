@@ -147,18 +147,17 @@ def test_ranks_may_trace_in_reversed_orders(length: int) -> None:
 def test_inputs_may_be_late_for_other_tensors_on_other_ranks(door: str) -> None:
     rank, _ = start(door)
 
-    def late(x: Any, turns: int) -> Any:
+    def late(x: Any, turns: Any) -> Any:
         return jax.lax.fori_loop(0, turns, lambda _, y: jnp.sin(y) + x, x)
 
-    def traced(arrays: list[Any]) -> list[Any]:
-        return [
-            hvd.allreduce(late(x, 2000 if k % 2 == rank else 1), hvd.Max, name=f"late {k}")
-            for k, x in enumerate(arrays)
-        ]
+    def traced(arrays: list[Any], turns: Any) -> list[Any]:
+        return [hvd.allreduce(late(x, turns[k]), hvd.Max, name=f"late {k}") for k, x in enumerate(arrays)]
 
     step = jax.jit(traced)
+    arrays = [jnp.full(50, float(k)) for k in range(20)]
+    turns = jnp.array([100 if k % 2 == rank else 1 for k in range(20)])
     for _ in range(300):
-        results = step([jnp.full(50, float(k)) for k in range(20)])
+        results = step(arrays, turns)
     assert all(np.isfinite(np.asarray(each)).all() for each in results)
 
 

@@ -1,7 +1,7 @@
 /* The door of JAX: one handler of XLA's typed FFI for all collectives; calls.hpp has the rest.
  *
  * The operands and results of the custom call are those of the collective, in order. The last operand is a token,
- * which is not read. The last result, a byte, is for the keeper, a custom call that does nothing. The attribute `key` (an int64) names the call. A handler that cannot complete at once returns a future, which the completer thread
+ * which is not read. The attribute `key` (an int64) names the call. A handler that cannot complete at once returns a future, which the completer thread
  * completes; XLA keeps the buffers until then.
  *
  * The handler reports version 0.1 of the FFI: jaxlib refuses a version newer than its own, and all structures
@@ -113,7 +113,7 @@ XLA_FFI_Error *run_collective(XLA_FFI_CallFrame *frame) {
         const auto *source = static_cast<const XLA_FFI_Buffer *>(frame->args.args[k]);
         run->add_source(source->data, source->rank, source->dims, nbytes(source));
     }
-    for (int64_t k = 0; k + 1 < frame->rets.size; k++) {
+    for (int64_t k = 0; k < frame->rets.size; k++) {
         const auto *target = static_cast<const XLA_FFI_Buffer *>(frame->rets.rets[k]);
         run->add_target(target->data, nbytes(target));
     }
@@ -123,7 +123,7 @@ XLA_FFI_Error *run_collective(XLA_FFI_CallFrame *frame) {
     return held->error().empty() ? nullptr : make_error(frame->api, held->error());
 }
 
-/* It has a side effect for XLA, which therefore keeps the collective whose last result it takes. */
+/* It does nothing. It has a side effect for XLA, which therefore keeps the collective whose result it takes. */
 XLA_FFI_Error *keep_collective(XLA_FFI_CallFrame *frame) {
     answer_metadata(frame);
     return nullptr;
