@@ -27,13 +27,13 @@ class _CastingCompressor(compression.Compressor):
         return tensor if ctx is None else tensor.astype(ctx)
 
 
-class FP16Compressor(_CastingCompressor):
+class JaxFP16Compressor(_CastingCompressor):
     """Sends floats as float16. Values beyond 65,504 become infinite."""
 
     dtype = jnp.float16
 
 
-class BF16Compressor(_CastingCompressor):
+class JaxBF16Compressor(_CastingCompressor):
     """Sends floats as bfloat16, which has float32's range and 8 bits of precision."""
 
     dtype = jnp.bfloat16
@@ -42,5 +42,5 @@ class BF16Compressor(_CastingCompressor):
 class Compression(compression.Compression):
     """The built-in compressions: ``none``, the default, ``fp16`` and ``bf16``."""
 
-    fp16: Any = FP16Compressor
-    bf16 = BF16Compressor
+    fp16: Any = JaxFP16Compressor
+    bf16 = JaxBF16Compressor

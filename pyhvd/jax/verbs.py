@@ -33,7 +33,7 @@ from pyhvd.jax.collective import in_trace, run
 _LINEAR = (Average, Sum)
 
 
-class Terms(NamedTuple):
+class CallTerms(NamedTuple):
     """What a call and its gradient need beside tensors; it is hashable."""
 
     name: str
@@ -43,12 +43,12 @@ class Terms(NamedTuple):
     postscale: float = 1.0
     root: int = 0
 
-    def of_gradient(self, **changes: Any) -> Terms:
+    def of_gradient(self, **changes: Any) -> CallTerms:
         """Return the terms of a call in the backward pass."""
         return self._replace(name=f"{self.name}.grad" if self.name else "", **changes)
 
 
-def _call(verb: str, terms: Terms, tensors: Sequence[Any]) -> list[Any]:
+def _call(verb: str, terms: CallTerms, tensors: Sequence[Any]) -> list[Any]:
     """Run a verb, as a group if there are several tensors, on arrays or tracers; no derivative."""
     if not tensors:
         return []
@@ -70,7 +70,9 @@ def _has_none(gradient: Any) -> bool:
     return bool(gradient.dtype == jax.dtypes.float0)
 
 
-def _on_floats(function: Any, terms: Terms, gradients: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+def _on_floats(
+    function: Any, terms: CallTerms, gradients: Sequence[Any], *others: Sequence[Any]
+) -> list[Any]:
     """Call a function of gradients, but for those of integers, which have none."""
     places = [k for k, each in enumerate(gradients) if not _has_none(each)]
     picked = [[each[k] for k in places] for each in (gradients, *others)]
@@ -84,16 +86,16 @@ def _on_floats(function: Any, terms: Terms, gradients: Sequence[Any], *others: S
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _allreduce(terms: Terms, tensors: list[Any]) -> list[Any]:
+def _allreduce(terms: CallTerms, tensors: list[Any]) -> list[Any]:
     return _call("allreduce", terms, tensors)
 
 
-def _allreduce_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any], Any]:
+def _allreduce_forward(terms: CallTerms, tensors: list[Any]) -> tuple[list[Any], Any]:
     results = _allreduce(terms, tensors)
     return results, None if terms.op in _LINEAR else (tensors, results)
 
 
-def _allreduce_backward(terms: Terms, kept: Any, gradients: list[Any]) -> tuple[list[Any]]:
+def _allreduce_backward(terms: CallTerms, kept: Any, gradients: list[Any]) -> tuple[list[Any]]:
     if terms.op in _LINEAR:
         return (_on_floats(_allreduce, terms.of_gradient(), gradients),)
     if terms.op is Adasum:
@@ -105,7 +107,7 @@ def _allreduce_backward(terms: Terms, kept: Any, gradients: list[Any]) -> tuple[
 
 
 def _gradients_of_others(
-    terms: Terms, gradients: list[Any], tensors: list[Any], results: list[Any]
+    terms: CallTerms, gradients: list[Any], tensors: list[Any], results: list[Any]
 ) -> list[Any]:
     """Return the gradients of Min, Max and Product."""
     if terms.op is Product:
@@ -130,7 +132,7 @@ def _gradients_of_others(
 _allreduce.defvjp(_allreduce_forward, _allreduce_backward)
 
 
-def reduce_leaves(terms: Terms, tensors: list[Any]) -> list[Any]:
+def reduce_leaves(terms: CallTerms, tensors: list[Any]) -> list[Any]:
     """Return the reduced tensors; factors of an op that is not linear are multiplications of their own."""
     if not in_trace():
         return _call("allreduce", terms, tensors)
@@ -193,7 +195,9 @@ def allreduce(
     ValueError
         The function is compiled for more than one device of this process.
     """
-    terms = Terms(name or "", process_set, resolve_op(op, average=None), prescale_factor, postscale_factor)
+    terms = CallTerms(
+        name or "", process_set, resolve_op(op, average=None), prescale_factor, postscale_factor
+    )
     return reduce_leaves(terms, [jnp.asarray(x)])[0]
 
 
@@ -214,7 +218,9 @@ def grouped_allreduce(
         Of the same structure. Dtypes of leaves may differ.
     """
     leaves, structure = jax.tree.flatten(tree)
-    terms = Terms(name or "", process_set, resolve_op(op, average=None), prescale_factor, postscale_factor)
+    terms = CallTerms(
+        name or "", process_set, resolve_op(op, average=None), prescale_factor, postscale_factor
+    )
     return jax.tree.unflatten(structure, reduce_leaves(terms, [jnp.asarray(each) for each in leaves]))
 
 
@@ -222,11 +228,11 @@ def grouped_allreduce(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _allgather(terms: Terms, tensors: list[Any]) -> list[Any]:
+def _allgather(terms: CallTerms, tensors: list[Any]) -> list[Any]:
     return _call("allgather", terms, tensors)
 
 
-def _allgather_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any], None]:
+def _allgather_forward(terms: CallTerms, tensors: list[Any]) -> tuple[list[Any], None]:
     results = _allgather(terms, tensors)
     size = _place(terms)[0]
     for each, result in zip(tensors, results, strict=True):
@@ -238,13 +244,13 @@ def _allgather_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any], Non
     return results, None
 
 
-def _allgather_backward(terms: Terms, _: None, gradients: list[Any]) -> tuple[list[Any]]:
+def _allgather_backward(terms: CallTerms, _: None, gradients: list[Any]) -> tuple[list[Any]]:
     size, place = _place(terms)
     totals = _on_floats(_allreduce, terms.of_gradient(op=Average), gradients)
     return ([each.reshape(size, len(each) // size, *each.shape[1:])[place] for each in totals],)
 
 
-def _place(terms: Terms) -> tuple[int, int]:
+def _place(terms: CallTerms) -> tuple[int, int]:
     """Return the size of the process set, and this rank's place in it."""
     size, place = terms.process_set.size(), terms.process_set.rank()
     if size is None or place is None:
@@ -280,7 +286,7 @@ def allgather(x: Any, *, name: str | None = None, process_set: ProcessSet = glob
     HorovodInternalError
         As for :func:`allreduce`; and the ranks' shapes differ in a compiled function.
     """
-    return _allgather(Terms(name or "", process_set), [jnp.asarray(x)])[0]
+    return _allgather(CallTerms(name or "", process_set), [jnp.asarray(x)])[0]
 
 
 def grouped_allgather(
@@ -288,7 +294,7 @@ def grouped_allgather(
 ) -> Any:
     """Gather all leaves of a pytree in one call; see :func:`allgather`."""
     leaves, structure = jax.tree.flatten(tree)
-    terms = Terms(name or "", process_set)
+    terms = CallTerms(name or "", process_set)
     return jax.tree.unflatten(structure, _allgather(terms, [jnp.asarray(each) for each in leaves]))
 
 
@@ -296,15 +302,15 @@ def grouped_allgather(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _broadcast(terms: Terms, tensor: Any) -> Any:
+def _broadcast(terms: CallTerms, tensor: Any) -> Any:
     return _call("broadcast", terms, [tensor])[0]
 
 
-def _broadcast_forward(terms: Terms, tensor: Any) -> tuple[Any, None]:
+def _broadcast_forward(terms: CallTerms, tensor: Any) -> tuple[Any, None]:
     return _broadcast(terms, tensor), None
 
 
-def _broadcast_backward(terms: Terms, _: None, gradient: Any) -> tuple[Any]:
+def _broadcast_backward(terms: CallTerms, _: None, gradient: Any) -> tuple[Any]:
     total = _on_floats(_allreduce, terms.of_gradient(op=Average), [gradient])[0]
     if rank() == terms.root or _has_none(gradient):
         return (total,)
@@ -331,23 +337,23 @@ def broadcast(
     name, process_set
         As for :func:`allreduce`, as are the errors.
     """
-    return _broadcast(Terms(name or "", process_set, root=root_rank), jnp.asarray(x))
+    return _broadcast(CallTerms(name or "", process_set, root=root_rank), jnp.asarray(x))
 
 
 # -- alltoall ------------------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _alltoall(terms: Terms, tensor: Any) -> Any:
+def _alltoall(terms: CallTerms, tensor: Any) -> Any:
     return _call("alltoall", terms, [tensor])[0]
 
 
-def _alltoall_forward(terms: Terms, tensor: Any) -> tuple[Any, None]:
+def _alltoall_forward(terms: CallTerms, tensor: Any) -> tuple[Any, None]:
     return _alltoall(terms, tensor), None
 
 
-def _alltoall_backward(terms: Terms, _: None, gradient: Any) -> tuple[Any]:
-    def back(terms: Terms, gradients: list[Any]) -> list[Any]:
+def _alltoall_backward(terms: CallTerms, _: None, gradient: Any) -> tuple[Any]:
+    def back(terms: CallTerms, gradients: list[Any]) -> list[Any]:
         return [_alltoall(terms, each) for each in gradients]
 
     return (_on_floats(back, terms.of_gradient(), [gradient])[0],)
@@ -386,7 +392,7 @@ def alltoall(
         The rows do not divide by the number of ranks.
     """
     if splits is None:
-        return _alltoall(Terms(name or "", process_set), jnp.asarray(x))
+        return _alltoall(CallTerms(name or "", process_set), jnp.asarray(x))
     require_no_trace("alltoall with splits", x, splits, remedy="leave out the splits")
     return collectives.alltoall(jnp.asarray(x), np.asarray(splits), name, process_set)
 
@@ -395,11 +401,11 @@ def alltoall(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _reducescatter(terms: Terms, tensors: list[Any]) -> list[Any]:
+def _reducescatter(terms: CallTerms, tensors: list[Any]) -> list[Any]:
     return _call("reducescatter", terms, tensors)
 
 
-def _reducescatter_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any], None]:
+def _reducescatter_forward(terms: CallTerms, tensors: list[Any]) -> tuple[list[Any], None]:
     results = _reducescatter(terms, tensors)
     size = _place(terms)[0]
     rows = [len(each) for each in tensors]
@@ -411,11 +417,11 @@ def _reducescatter_forward(terms: Terms, tensors: list[Any]) -> tuple[list[Any],
     return results, None
 
 
-def _reducescatter_backward(terms: Terms, _: None, gradients: list[Any]) -> tuple[list[Any]]:
+def _reducescatter_backward(terms: CallTerms, _: None, gradients: list[Any]) -> tuple[list[Any]]:
     size = _place(terms)[0]
     factor = terms.prescale * terms.postscale * (size if terms.op is Sum else 1)
 
-    def gather(terms: Terms, gradients: list[Any]) -> list[Any]:
+    def gather(terms: CallTerms, gradients: list[Any]) -> list[Any]:
         gathered: list[Any] = _allgather(terms, [_scaled(each, factor) for each in gradients])
         return gathered
 
@@ -453,7 +459,7 @@ def reducescatter(
     op, name, prescale_factor, postscale_factor, process_set
         As for :func:`allreduce`, as are the errors.
     """
-    terms = Terms(name or "", process_set, op, prescale_factor, postscale_factor)
+    terms = CallTerms(name or "", process_set, op, prescale_factor, postscale_factor)
     return _reducescatter(terms, [jnp.asarray(x)])[0]
 
 
