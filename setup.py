@@ -25,6 +25,9 @@ FLAGS = [
 ]
 KERNELS = sorted(glob.glob(f"{SRC}/kernels/*.c"))
 NUMPY_MACROS = ("NPY_NO_DEPRECATED_API", "NPY_TARGET_VERSION")
+# The doors through which collectives enter graphs of frameworks, by module. Without a C++ compiler these
+# extensions are left out, and pyhvd goes through the frameworks' callbacks.
+GRAPH_OPS = {"pyhvd.native._jax_ops": "jax"}
 HEADERS = sorted(glob.glob(f"{SRC}/*/*.h") + glob.glob("pyhvd/native/include/*.h"))
 
 
@@ -38,7 +41,8 @@ class BuildExt(build_ext):
         self.compiler.create_static_lib(objects, "pyhvd_kernels", self.build_temp)
         library = os.path.join(self.build_temp, self.compiler.library_filename("pyhvd_kernels"))
         for extension in self.extensions:
-            extension.extra_objects.append(library)
+            if extension.name not in GRAPH_OPS:
+                extension.extra_objects.append(library)
         super().build_extensions()
 
 
@@ -50,6 +54,19 @@ def extension(name, *sources, headers=()):
         include_dirs=[SRC, *headers],
         define_macros=[(name, "NPY_1_22_API_VERSION") for name in NUMPY_MACROS] if headers else [],
         extra_compile_args=FLAGS,
+    )
+
+
+def graph_ops(name, source):
+    folder = "pyhvd/native/graph_ops"
+    return Extension(
+        name,
+        sources=[f"{folder}/{source}.cpp"],
+        depends=[*HEADERS, *sorted(glob.glob(f"{folder}/*.hpp") + glob.glob(f"{folder}/*/*.h"))],
+        include_dirs=["pyhvd/native/include"],
+        extra_compile_args=["-std=c++17", "-D_GNU_SOURCE", "-O2", "-fvisibility=hidden"],
+        language="c++",
+        optional=True,
     )
 
 
@@ -67,6 +84,7 @@ setup(
                 ),
                 headers=[numpy.get_include()],
             ),
+            *(graph_ops(name, source) for name, source in GRAPH_OPS.items()),
         ],
         # Generated C fits the numpy that it was generated with, and another environment may have another one.
         force=True,

@@ -301,6 +301,16 @@ class Config:
         "tcp or mpi carries the data of links; auto: tcp, and with RDMA ports the faster one",
         parse=_carrier,
     )
+    graph_wait_ms: float = _own(
+        50.0,
+        "longest time (ms) for which a collective of a compiled graph waits for its result before the graph's"
+        " thread goes on; 0: never",
+    )
+    graph_ops: str = _own(
+        "auto",
+        "callback: compiled graphs run collectives through Python; auto: in C++, where that works",
+        parse=functools.partial(_one_of, words=("auto", "callback")),
+    )
     timeline: str = _shared(
         "",
         "record to this file or directory from the start; DYNAMIC: from start_timeline() on",

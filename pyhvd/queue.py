@@ -44,7 +44,7 @@ _JOIN: Key = (GLOBAL_SET, JOIN_NAME)
 
 
 @functools.lru_cache(maxsize=256)
-def _describe_site(code: CodeType, at: int) -> str:
+def describe_site(code: CodeType, at: int) -> str:
     """Return the line of a call, as ``"train.py:41 in step"``; computed once, not for each tensor.
 
     The path of a file below the current directory is relative. A text of more than ``_MAX_SITE`` characters
@@ -219,7 +219,7 @@ class TensorQueue:
         """Return the line that submitted a tensor, as ``"train.py:41 in step"``; empty if unknown."""
         with self._lock:
             entry = self.entries.get((process_set, name))
-        return "" if entry is None or entry.site is None else _describe_site(*entry.site)
+        return "" if entry is None or entry.site is None else describe_site(*entry.site)
 
     def take(self, now: float) -> list[tuple[int, Request]]:
         """Remove and return the new submissions if they are due, else return an empty list."""

@@ -30,6 +30,7 @@ from pyhvd.transport.world import World
 _log = logging.getLogger("pyhvd")
 
 _HOW = "called shutdown()"
+_before_leaving: list[Callable[[], Any]] = []
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
@@ -224,6 +225,8 @@ def leave(holder: ContextHolder, cause: BaseException | None, how: str = _HOW) -
     if active is None or active.runtime.is_forked():  # in a forked child the context belongs to the parent
         return
     if holder.make_world is None:
+        for function in _before_leaving if cause is None else ():
+            function()
         launcher_hooks.tell_down()
     active.shutdown(cause, how)  # after an interrupt, the caller can call it again
     if active.endpoint is not None:
@@ -233,7 +236,12 @@ def leave(holder: ContextHolder, cause: BaseException | None, how: str = _HOW) -
     holder.rank = None
 
 
-def call_after_leaving(function: Callable[[], None]) -> None:
+def call_before_leaving(function: Callable[[], Any]) -> None:
+    """Call a function whenever this process is about to leave pyhvd without a failure of its own."""
+    _before_leaving.append(function)
+
+
+def call_after_leaving(function: Callable[[], Any]) -> None:
     """Call a function at the interpreter's exit, after pyhvd has been left."""
     atexit.unregister(_at_exit)
     atexit.register(function)

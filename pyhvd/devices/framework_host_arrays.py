@@ -64,7 +64,7 @@ def _why_not(tensor: Any, root: str, *, writing: bool) -> str:
     if root == "tensorflow" and sys.modules["tensorflow"].is_symbolic_tensor(tensor):
         return "in a tf.function tensors have no memory: call pyhvd through tf.numpy_function"
     if root == "jax" and isinstance(tensor, sys.modules["jax"].core.Tracer):
-        remedy = "use jax.experimental.io_callback with ordered=True"
+        remedy = "use the verbs of pyhvd.jax, which can be compiled"
         return f"in a transform of JAX, such as jit, arrays have no memory: {remedy}"
     if not hasattr(tensor, "__array__"):
         return f"expected an array, not {type(tensor).__module__}.{kind}"

@@ -37,6 +37,8 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "link_interfaces": ("LINK_INTERFACES", "eth0, 10.0.0.0/8", "eth0, 10.0.0.0/8"),
     "link_ports": ("LINK_PORTS", " 40000 - 40999 ", "40000-40999"),
     "link_carrier": ("LINK_CARRIER", "MPI", "mpi"),
+    "graph_wait_ms": ("GRAPH_WAIT", "2.5", 2.5),
+    "graph_ops": ("GRAPH_OPS", "Callback", "callback"),
     "timeline": ("TIMELINE", "/tmp/job.json", "/tmp/job.json"),
     "timeline_mark_cycles": ("TIMELINE_MARK_CYCLES", "1", True),
     "check": ("CHECK", "Finite, results", "results,finite"),
