@@ -1,4 +1,5 @@
 """Arrays of JAX, TensorFlow and Keras are taken without a copy, and come back as their own kind."""
+# ruff: noqa: E402
 
 from __future__ import annotations
 
