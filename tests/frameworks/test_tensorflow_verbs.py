@@ -108,6 +108,31 @@ def test_results_and_gradients() -> None:
 
 
 @on_doors()
+def test_gradients_through_functions_branches_and_loops() -> None:
+    hvd.init()
+
+    @tf.function
+    def inner(x: Any) -> Any:
+        return hvd.allreduce(x * x, op=hvd.Sum, name="square")
+
+    @tf.function
+    def branch(x: Any) -> Any:
+        return tf.cond(x > 0, lambda: inner(x), lambda: x)
+
+    @tf.function
+    def loop(x: Any) -> Any:
+        for _ in tf.range(3):
+            x = hvd.allreduce(2 * x, name="twice")
+        return x
+
+    for function, gradient in ((inner, 12), (branch, 12), (loop, 8)):
+        x = tf.Variable(3.0)
+        with tf.GradientTape() as tape:
+            result = function(x)
+        assert tape.gradient(result, x).numpy() == gradient
+
+
+@on_doors()
 def test_gradients_of_gradients() -> None:
     hvd.init()
     for wrap in MODES.values():
