@@ -52,6 +52,8 @@ def run(terms: CollectiveTerms, tensors: Sequence[Any]) -> list[Any]:
     if tf.executing_eagerly():
         return _recorded(_at_once, terms, tensors) if is_recording() else _at_once(terms, tensors)
     check_not_xla()
+    if not tensors:
+        return []
     door = native_door()
     if door is None:
         return _recorded(_add_callback, terms, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from pyhvd.graph.door import NativeDoor, callbacks_are_asked_for, native_door as
 from pyhvd.tensorflow.gradients import gradients_of
 from pyhvd.tensorflow.internals import run_independently
 from pyhvd.tensorflow.terms import CollectiveTerms
+
+_log = logging.getLogger("pyhvd")
 
 _EXTENSION = "_tensorflow_ops"
 _MODULE = f"pyhvd.native.{_EXTENSION}"
@@ -94,7 +97,11 @@ def _open() -> OpDoor | None:
     spec = importlib.util.find_spec(_MODULE)
     if spec is None or spec.origin is None or _MODULE in sys.modules:
         return None
-    library = tf.load_op_library(spec.origin)  # before Python imports it: TensorFlow notes the new ops
+    try:
+        library = tf.load_op_library(spec.origin)  # before Python imports it: TensorFlow notes the new ops
+    except (tf.errors.OpError, RuntimeError) as exc:
+        _log.warning("%s cannot be loaded, so graphs go through tf.numpy_function: %s", _MODULE, exc)
+        return None
     if not all(hasattr(library, name) for name in ("pyhvd_same_shapes", "pyhvd_other_shapes")):
         return None
     table = shared_door(_EXTENSION)
