@@ -48,26 +48,26 @@ def _run_many(step: Callable[[Any], Any], steps: int) -> None:
         assert [each[0].numpy() for each in results] == [2.0 * (number + k) for k in range(20)]
 
 
-@on_doors(timeout=200)
+@on_doors(timeout=400)
 def test_late_inputs() -> None:
     _started()
     _run_many(_many(reverse=False), 300)
 
 
-@on_doors(NATIVE, timeout=200)
+@on_doors(NATIVE, timeout=400)
 def test_ranks_trace_in_another_order() -> None:
     _started()
     _run_many(_many(reverse=hvd.rank() == 1), 300)
 
 
-@on_doors(NATIVE, timeout=200, TEST_INTER_OP="1")
+@on_doors(NATIVE, timeout=400, TEST_INTER_OP="1")
 def test_one_thread_of_the_executor() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(1)
     _started()
     _run_many(_many(reverse=hvd.rank() == 1), 300)
 
 
-@on_doors(NATIVE, timeout=200)
+@on_doors(NATIVE, timeout=400)
 def test_two_graphs_at_once() -> None:
     _started()
     wrong: list[BaseException] = []
