@@ -27,7 +27,7 @@ KERNELS = sorted(glob.glob(f"{SRC}/kernels/*.c"))
 NUMPY_MACROS = ("NPY_NO_DEPRECATED_API", "NPY_TARGET_VERSION")
 # The doors through which collectives enter graphs of frameworks, by module. Without a C++ compiler these
 # extensions are left out, and pyhvd goes through the frameworks' callbacks.
-GRAPH_OPS = {"pyhvd.native._jax_ops": "jax"}
+GRAPH_OPS = {"pyhvd.native._jax_ops": "jax", "pyhvd.native._tensorflow_ops": "tensorflow"}
 HEADERS = sorted(glob.glob(f"{SRC}/*/*.h") + glob.glob("pyhvd/native/include/*.h"))
 
 

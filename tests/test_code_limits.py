@@ -84,6 +84,9 @@ WIDE = {
     "pyhvd/spark/data/shard.py": ["shard"],
     "pyhvd/spark/elastic.py": ["run_elastic"],
     "pyhvd/spark/ml/estimator.py": ["__init__"],
+    "pyhvd/tensorflow/mpi_ops.py": ["allreduce", "grouped_allreduce"],
+    "pyhvd/tensorflow/optimizer.py": ["DistributedOptimizer"],
+    "pyhvd/tensorflow/tape.py": ["DistributedGradientTape", "PartialDistributedGradientTape"],
     "pyhvd/torch/optimizer.py": ["DistributedOptimizer"],
 }
 

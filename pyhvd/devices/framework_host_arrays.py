@@ -62,7 +62,7 @@ def _why_not(tensor: Any, root: str, *, writing: bool) -> str:
     if root == "tensorflow" and kind == "IndexedSlices":
         return "IndexedSlices have no dense memory: pass tf.convert_to_tensor(slices)"
     if root == "tensorflow" and sys.modules["tensorflow"].is_symbolic_tensor(tensor):
-        return "in a tf.function tensors have no memory: call pyhvd through tf.numpy_function"
+        return "in a tf.function tensors have no memory: call the verbs of pyhvd.tensorflow"
     if root == "jax" and isinstance(tensor, sys.modules["jax"].core.Tracer):
         remedy = "use the verbs of pyhvd.jax, which can be compiled"
         return f"in a transform of JAX, such as jit, arrays have no memory: {remedy}"

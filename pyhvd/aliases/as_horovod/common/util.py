@@ -39,14 +39,18 @@ ddl_built, ccl_built = _with_verbose(topology.ddl_built), _with_verbose(topology
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's
-    """Return whether pyhvd supports a framework that is installed: torch."""
-    return ext_base_name == "torch" and importlib.util.find_spec("torch") is not None
+    """Return whether pyhvd supports a framework that is installed: torch or tensorflow."""
+    return ext_base_name in ("tensorflow", "torch") and importlib.util.find_spec(ext_base_name) is not None
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether a framework can use a GPU here."""
     if not extension_available(ext_base_name, verbose):
         return False
+    if ext_base_name == "tensorflow":
+        import tensorflow
+
+        return bool(tensorflow.config.list_physical_devices("GPU"))
     import torch
 
     return bool(torch.cuda.is_available())

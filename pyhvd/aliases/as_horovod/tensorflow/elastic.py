@@ -1,0 +1,3 @@
+"""``horovod.tensorflow.elastic``."""
+
+from pyhvd.tensorflow.elastic import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""``horovod.tensorflow.functions``."""
+
+from pyhvd.tensorflow.functions import *  # noqa: F403
