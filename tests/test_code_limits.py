@@ -77,6 +77,7 @@ def _late_decoders(path: Path) -> Iterator[str]:
 # Public signatures: Horovod has most of them, and docs/api.md has all.
 WIDE = {
     "pyhvd/aliases/as_horovod/__init__.py": ["run"],
+    "pyhvd/keras/optimizer.py": ["DistributedOptimizer", "PartialDistributedOptimizer"],
     "pyhvd/run/launchers/launch.py": ["launch", "__init__", "launch"],  # two of them are those of Hosts
     "pyhvd/simulation/cluster.py": ["simulate"],
     "pyhvd/spark/api.py": ["run"],

@@ -10,7 +10,7 @@ from typing import Any
 _ARRAYS = "reduce its arrays with pyhvd.grouped_allreduce() (docs/frameworks.md), or install Horovod itself"
 _ESTIMATOR = "for torch and numpy models use pyhvd.spark.Estimator, see docs/spark_estimator.md"
 _REMEDIES = {
-    **dict.fromkeys(("horovod.keras", "horovod.mxnet"), _ARRAYS),
+    "horovod.mxnet": _ARRAYS,
     "horovod.data": "torch.utils.data.DataLoader(num_workers=1) loads batches beside the training, and"
     " pyhvd.torch.elastic.ElasticSampler divides them (docs/elastic.md)",
     "horovod.ray": "start the ranks with pyhvd.launch(fn, np=4), or with pyhvdrun -H on Ray's hosts"

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = [
     block.code for block in BLOCKS if block.path.name == "frameworks.md" and block.tags[:1] == ("python",)
 ]
+KERAS = next(block.code for block in BLOCKS if block.path.name == "keras.md")
 MAKERS: dict[str, Any] = {"jax": jnp.asarray, "tensorflow": tf.constant}
 KINDS: dict[str, Any] = {"jax": jax.Array, "tensorflow": tf.Tensor}
 frameworks = pytest.mark.parametrize("framework", ["jax", "tensorflow"])
@@ -135,7 +136,7 @@ assert double(jnp.ones(3)).tolist() == [4.0] * 3
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("code", [*PAGE, IN_JIT], ids=["jax", "tensorflow", "keras", "in jit"])
+@pytest.mark.parametrize("code", [*PAGE, KERAS, IN_JIT], ids=["jax", "tensorflow", "keras", "in jit"])
 def test_programs_of_the_page(code: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(code)

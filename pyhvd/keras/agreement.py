@@ -1,0 +1,39 @@
+"""What the ranks compare before the first step, so that a difference is an error with all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pyhvd.api.objects import allgather_object
+from pyhvd.api.process_sets import ProcessSet
+from pyhvd.api.topology import rank
+from pyhvd.common.text import describe_values
+from pyhvd.errors import MismatchError
+
+
+def agree(mine: Mapping[str, str], what: str, process_set: ProcessSet) -> None:
+    """Compare texts of all ranks of a set.
+
+    Parameters
+    ----------
+    mine : mapping of str to str
+        What this rank has, by its name.
+    what : str
+        What is compared, the same on all ranks; the collective's name follows from it.
+    process_set : ProcessSet
+        The ranks that take part.
+
+    Raises
+    ------
+    MismatchError
+        The ranks differ; the text names every difference and the ranks.
+    """
+    everyone = dict(allgather_object((rank(), dict(mine)), name=f"{what}: compared", process_set=process_set))
+    names = dict.fromkeys(name for each in everyone.values() for name in each)
+    lines = []
+    for name in names:
+        values = {number: each.get(name, "absent") for number, each in everyone.items()}
+        if len(set(values.values())) > 1:
+            lines.append(f"{name}: {describe_values(values)}")
+    if lines:
+        raise MismatchError(f"{what}: the ranks differ:\n" + "\n".join(lines), what)

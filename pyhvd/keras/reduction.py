@@ -1,0 +1,254 @@
+"""How one optimizer's gradients are reduced: which of them, in which groups, under which names.
+
+A :class:`GradientReduction` belongs to one optimizer. Its methods run when a step runs eagerly, or when a
+backend traces the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from pyhvd.api.collectives import Max, Min
+from pyhvd.api.compression import Compressor, compress_all, decompress_all
+from pyhvd.api.process_sets import ProcessSet
+from pyhvd.dtypes import ReduceOp
+from pyhvd.engine import context
+from pyhvd.keras.agreement import agree
+from pyhvd.keras.backend import CallTerms, door
+
+_AUTO_NUMBER = re.compile(r"_\d+(?=/|$)")
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What the user has asked of :func:`DistributedOptimizer`."""
+
+    name: str | None
+    compression: type[Compressor]
+    sparse_as_dense: bool
+    predivide: float
+    op: ReduceOp
+    passes: int
+    averages_passes: bool
+    groups: int | list[list[Any]] | None
+    process_set: ProcessSet
+    scales_local: bool
+
+    def described(self) -> dict[str, str]:
+        """Return the options that ranks must share, as texts."""
+        groups = self.groups if isinstance(self.groups, int | None) else [len(each) for each in self.groups]
+        return {
+            "compression": self.compression.__name__,
+            "sparse_as_dense": str(self.sparse_as_dense),
+            "gradient_predivide_factor": str(self.predivide),
+            "op": self.op.name,
+            "backward_passes_per_step": str(self.passes),
+            "average_aggregated_gradients": str(self.averages_passes),
+            "groups": str(groups),
+        }
+
+
+class GradientReduction:
+    """The reduction of one optimizer's gradients.
+
+    Parameters
+    ----------
+    options : GradientOptions
+        What the user has asked for.
+    """
+
+    def __init__(self, options: GradientOptions) -> None:
+        self.options = options
+        self.local: set[Any] = set()  # keys of local variables, see key_of()
+        self._variables: list[Any] | None = None  # of the gradients that the hook gets
+        self._prefix = ""
+        self._context: weakref.ref[Any] | None = None  # for which _prefix holds
+        self._is_compared = False
+
+    @property
+    def prefix(self) -> str:
+        """How the names of the collectives begin; it lasts from ``init()`` to ``shutdown()``.
+
+        Without a name of the user's, a number counts the optimizers by the order of their first steps.
+        """
+        active = context.current()
+        if self._context is None or self._context() is not active:
+            kept = context.KeptName("keras.gradients").in_set(self.options.process_set)
+            self._prefix = kept if self.options.name is None else self.options.name
+            self._context, self._is_compared = weakref.ref(active), False
+        return self._prefix
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether this rank reduces with others."""
+        process_set = self.options.process_set
+        return process_set.included() and (process_set.size() or 1) > 1
+
+    # -- one step --------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Prepare for the hook, which gets no variables; return the gradients with which the step goes on.
+
+        Gradients that overwrite their variables, such as scales of float8, never reach the hook: they are
+        reduced here, by Max.
+        """
+        grads, places = list(grads), range(len(grads))
+        if self.is_needed:
+            door().check_step()
+            self._compare(optimizer, grads, variables)
+        present = [place for place in places if grads[place] is not None]
+        overwriting = [p for p in present if optimizer._overwrite_variable_with_gradient(variables[p])]
+        if overwriting and self.is_needed:
+            terms = CallTerms(f"{self.prefix}: overwriting", Max, process_set=self.options.process_set)
+            given = [keras.ops.convert_to_tensor(grads[place]) for place in overwriting]
+            for place, new in zip(overwriting, door().reduce(given, terms), strict=True):
+                grads[place] = new
+        self._variables = [variables[place] for place in present if place not in overwriting]
+        return grads
+
+    def end(self, optimizer: Any) -> None:
+        """Check that the optimizer has called the hook, unless the step may only accumulate."""
+        is_missed = self._variables and not optimizer.gradient_accumulation_steps
+        self._variables = None
+        if is_missed and self.is_needed:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.apply() has not called _clip_gradients(), the method in which"
+                " pyhvd reduces gradients: this optimizer cannot be distributed"
+            )
+
+    def reduce(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients of the step under way, in the same order."""
+        variables, self._variables = self._variables, []
+        if variables is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}._clip_gradients() was called outside of apply(), so that pyhvd"
+                " does not know the variables of the gradients: call apply()"
+            )
+
+        def change(given: Sequence[Any]) -> list[Any]:
+            return self._changed(optimizer, list(given), variables)
+
+        result: list[Any] = door().at_updates(optimizer, change, list(grads))
+        return result
+
+    def agree_on(self, finite: Any) -> Any:
+        """Return whether the gradients of all ranks are finite, from whether this rank's are."""
+        if not self.is_needed:
+            return finite
+        door().check_step()
+        terms = CallTerms(f"{self.prefix}: finite", Min, process_set=self.options.process_set)
+        number = keras.ops.cast(finite, "int32")
+        return keras.ops.cast(door().reduce([number], terms)[0], "bool")
+
+    # -- its parts -------------------------------------------------------------------------------------
+
+    def _changed(self, optimizer: Any, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return reduced gradients, those of local variables scaled."""
+        options = self.options
+        is_local = [key_of(optimizer, each) in self.local for each in variables]
+        factor = 1.0 if options.averages_passes else float(options.passes)
+        if self.is_needed:
+            shared = [place for place, local in enumerate(is_local) if not local]
+            for number, group in enumerate(self._groups(optimizer, shared, variables)):
+                name = f"{self.prefix}: {number}" if number else self.prefix
+                reduced = self._reduce_group([grads[place] for place in group], name, factor)
+                for place, new in zip(group, reduced, strict=True):
+                    grads[place] = new
+            own = factor / (options.process_set.size() or 1) if options.scales_local else factor
+            left = [place for place, local in enumerate(is_local) if local]
+        else:
+            own, left = factor, list(range(len(grads)))
+        if own != 1.0:
+            for place in left:
+                grads[place] = door().scaled(grads[place], own)
+        return grads
+
+    def _reduce_group(self, grads: list[Any], name: str, factor: float) -> list[Any]:
+        options, gate = self.options, door()
+        after = options.predivide * factor
+        terms = CallTerms(name, options.op, 1.0 / options.predivide, after, options.process_set)
+        if options.sparse_as_dense:
+            grads = [gate.densify(each) for each in grads]
+        results = list(grads)
+        dense = [place for place, each in enumerate(grads) if not gate.is_sparse(each)]
+        sent, contexts = compress_all(options.compression, [grads[place] for place in dense])
+        if sent:
+            reduced = decompress_all(options.compression, gate.reduce(sent, terms), contexts)
+            for place, new in zip(dense, reduced, strict=True):
+                results[place] = new
+        for place, each in enumerate(grads):
+            if place not in dense:
+                results[place] = gate.reduce_sparse(each, terms._replace(name=f"{name}: sparse {place}"))
+        return results
+
+    def _groups(self, optimizer: Any, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """Return the places of the gradients that are reduced together."""
+        groups = self.options.groups
+        if groups is None:
+            made = [places]
+        elif isinstance(groups, int):
+            count = min(groups, len(places))
+            bounds = [len(places) * number // count for number in range(count + 1)] if count else []
+            made = [places[first:last] for first, last in itertools.pairwise(bounds)]
+        else:
+            by_key = {key_of(optimizer, variables[place]): place for place in places}
+            made = [[by_key[key] for key in keys if key in by_key] for keys in self._keys(optimizer, groups)]
+            taken = {place for group in made for place in group}
+            made += [[place] for place in places if place not in taken]
+        return [group for group in made if group]
+
+    def _keys(self, optimizer: Any, groups: list[list[Any]]) -> list[list[Any]]:
+        return [[key_of(optimizer, variable) for variable in group] for group in groups]
+
+    def _compare(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Compare what the ranks would reduce, once after ``init()``."""
+        prefix = self.prefix
+        if self._is_compared:
+            return
+        mine = self.options.described()
+        for place, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
+            name = _AUTO_NUMBER.sub("", getattr(variable, "path", variable.name))
+            mine[f"variable {place}"] = f"{name!r}, {self._in_words(optimizer, grad, variable)}"
+        agree(mine, prefix, self.options.process_set)
+        self._is_compared = True
+
+    def _in_words(self, optimizer: Any, grad: Any, variable: Any) -> str:
+        parts = [f"{keras.backend.standardize_dtype(variable.dtype)} {list(variable.shape)}"]
+        if grad is None:
+            parts.append("without a gradient")
+        if key_of(optimizer, variable) in self.local:
+            parts.append("local")
+        return ", ".join(parts)
+
+
+def key_of(optimizer: Any, variable: Any) -> Any:
+    """Return by what an optimizer knows a variable: of Keras, or the backend's own below it."""
+    return optimizer._var_key(variable)
+
+
+def checked_groups(groups: Any, number: int) -> int | list[list[Any]] | None:
+    """Return the groups that the user wants.
+
+    Raises
+    ------
+    ValueError
+        They are neither a positive number, nor lists of variables of which each is in one group.
+    """
+    chosen = (number or None) if groups is None else groups
+    if chosen is None:
+        return None
+    if isinstance(chosen, int) and not isinstance(chosen, bool) and chosen > 0:
+        return chosen
+    if not isinstance(chosen, list | tuple) or not all(isinstance(each, list | tuple) for each in chosen):
+        raise ValueError(f"groups={groups!r}: expected a positive number, or lists of variables")
+    seen = [id(variable) for group in chosen for variable in group]
+    if len(set(seen)) < len(seen):
+        raise ValueError("groups: a variable is in two groups, or twice in one")
+    return [list(each) for each in chosen]

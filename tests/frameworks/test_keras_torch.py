@@ -1,0 +1,5 @@
+"""pyhvd.keras with Keras's backend torch, on two ranks."""
+
+from tests.frameworks.keras_on_ranks import make_tests
+
+globals().update(make_tests("torch"))
