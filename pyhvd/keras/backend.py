@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 
 from pyhvd.api import collectives
 from pyhvd.api.collectives import Average, Sum
@@ -29,16 +28,10 @@ class CallTerms(NamedTuple):
     postscale: float = 1.0
     process_set: ProcessSet = global_process_set
 
-    def allreduce(self, tensors: Sequence[Any]) -> list[Any]:
-        """Reduce tensors that have memory, as one unit."""
-        return collectives.grouped_allreduce(
-            list(tensors),
-            name=self.name,
-            op=self.op,
-            prescale_factor=self.prescale,
-            postscale_factor=self.postscale,
-            process_set=self.process_set,
-        )
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of a grouped allreduce, which all adapters share."""
+        factors = {"prescale_factor": self.prescale, "postscale_factor": self.postscale}
+        return {"name": self.name, "op": self.op, "process_set": self.process_set, **factors}
 
 
 class Door:
@@ -46,7 +39,7 @@ class Door:
 
     def reduce(self, tensors: Sequence[Any], terms: CallTerms) -> list[Any]:
         """Reduce tensors as one unit, outside of a compiled step or inside of it."""
-        return terms.allreduce(tensors)
+        return collectives.grouped_allreduce(list(tensors), **terms.arguments())
 
     def eager(self, tensor: Any) -> Any:
         """Return a tensor that no gradient follows; raise ValueError if a compiled step is being traced."""
@@ -82,6 +75,10 @@ class Door:
     def check_step(self) -> None:
         """Raise ValueError if the step under way cannot hold a collective."""
 
+    def errors(self) -> tuple[type[Exception], ...]:
+        """Return the classes of the backend's errors that may carry one of pyhvd."""
+        return ()
+
     def strategy(self) -> Any:
         """Return what distributes models over devices, if it is active."""
         return keras.distribution.distribution()
@@ -107,30 +104,19 @@ class _Jax(Door):
         return jax.core.get_opaque_trace_state(convention="flax")
 
     def reduce(self, tensors: Sequence[Any], terms: CallTerms) -> list[Any]:
-        import jax
-        from jax.experimental import io_callback
+        from pyhvd.jax import verbs
 
-        if not any(isinstance(each, jax.core.Tracer) for each in tensors):
-            return terms.allreduce(tensors)
-
-        def call(*arrays: Any) -> list[Any]:
-            return terms.allreduce([np.asarray(each) for each in arrays])
-
-        like = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in tensors]
-        return list(io_callback(call, like, *tensors, ordered=True))
+        return list(verbs.grouped_allreduce(list(tensors), **terms.arguments()))
 
     def total(self, tensor: Any, name: str, process_set: ProcessSet) -> Any:
+        from pyhvd.jax import verbs
+
+        return verbs.allreduce(tensor, Sum, name=name, process_set=process_set)
+
+    def errors(self) -> tuple[type[Exception], ...]:
         import jax
 
-        def add_up(tensor: Any) -> Any:
-            return self.reduce([tensor], CallTerms(name, Sum, process_set=process_set))[0]
-
-        def backward(_: None, gradient: Any) -> Any:
-            return tuple(self.reduce([gradient], CallTerms(f"{name}.grad", Sum, process_set=process_set)))
-
-        total: Any = jax.custom_vjp(add_up)
-        total.defvjp(lambda tensor: (add_up(tensor), None), backward)
-        return total(tensor)
+        return (jax.errors.JaxRuntimeError,)
 
     def at_updates(self, optimizer: Any, change: Callable[[list[Any]], list[Any]], grads: list[Any]) -> Any:
         import jax
@@ -156,24 +142,14 @@ class _TensorFlow(Door):
         return None if tf.executing_eagerly() else weakref.ref(tf.compat.v1.get_default_graph())
 
     def reduce(self, tensors: Sequence[Any], terms: CallTerms) -> list[Any]:
-        import tensorflow as tf
+        from pyhvd.tensorflow import mpi_ops
 
-        if tf.executing_eagerly():
-            return terms.allreduce(tensors)
-        dtypes = [each.dtype for each in tensors]
-        results = tf.numpy_function(lambda *arrays: terms.allreduce(arrays), tensors, dtypes)
-        return [tf.ensure_shape(new, old.shape) for new, old in zip(results, tensors, strict=True)]
+        return mpi_ops.grouped_allreduce(tensors, **terms.arguments())
 
     def total(self, tensor: Any, name: str, process_set: ProcessSet) -> Any:
-        import tensorflow as tf
+        from pyhvd.tensorflow import mpi_ops
 
-        def add_up(tensor: Any) -> Any:
-            def backward(gradient: Any) -> Any:
-                return self.reduce([gradient], CallTerms(f"{name}.grad", Sum, process_set=process_set))[0]
-
-            return self.reduce([tensor], CallTerms(name, Sum, process_set=process_set))[0], backward
-
-        return tf.custom_gradient(add_up)(tensor)
+        return mpi_ops.allreduce(tensor, op=Sum, name=name, process_set=process_set)
 
     def densify(self, tensor: Any) -> Any:
         import tensorflow as tf
@@ -193,22 +169,15 @@ class _TensorFlow(Door):
         return tf.IndexedSlices(tensor.values * factor, tensor.indices, tensor.dense_shape)
 
     def reduce_sparse(self, tensor: Any, terms: CallTerms) -> Any:
+        from pyhvd.tensorflow import mpi_ops
+
+        scaled = self.scaled(tensor, terms.prescale * terms.postscale)
+        return mpi_ops.allreduce(scaled, op=terms.op, name=terms.name, process_set=terms.process_set)
+
+    def errors(self) -> tuple[type[Exception], ...]:
         import tensorflow as tf
 
-        process_set = terms.process_set
-        factor = terms.prescale * terms.postscale / (process_set.size() or 1 if terms.op is Average else 1)
-
-        def call(values: Any, indices: Any) -> Any:
-            return collectives.grouped_allgather([values, indices], terms.name, process_set)
-
-        given = [tensor.values * factor, tensor.indices]
-        if tf.executing_eagerly():
-            values, indices = call(*given)
-        else:
-            values, indices = tf.numpy_function(call, given, [each.dtype for each in given])
-            values.set_shape([None, *tensor.values.shape[1:]])
-            indices.set_shape([None])
-        return tf.IndexedSlices(values, indices, tensor.dense_shape)
+        return (tf.errors.OpError,)
 
     def strategy(self) -> Any:
         import tensorflow as tf
@@ -216,14 +185,9 @@ class _TensorFlow(Door):
         return tf.distribute.get_strategy() if tf.distribute.has_strategy() else super().strategy()
 
     def check_step(self) -> None:
-        import tensorflow as tf
-        from tensorflow.python.ops import control_flow_util
+        from pyhvd.tensorflow import internals
 
-        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            raise ValueError(
-                "XLA cannot compile a step of TensorFlow that reduces gradients over ranks:"
-                " pass model.compile(..., jit_compile=False)"
-            )
+        internals.check_not_xla()
 
 
 class _Torch(Door):

@@ -5,7 +5,9 @@ Ranks that are started again are new processes, so that no step compiled for ano
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 import numpy as np
@@ -21,9 +23,10 @@ from pyhvd.elastic import (
     enabled as enabled,
     generation as generation,
     max_size as max_size,
-    run as run,
 )
 from pyhvd.elastic.handlers import Handler
+from pyhvd.graph.failures import raising_causes
+from pyhvd.keras.backend import door
 
 __all__ = [
     *elastic.__all__,
@@ -32,6 +35,25 @@ __all__ = [
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
 ]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Let a function go on from the last commit; see :func:`pyhvd.elastic.run`.
+
+    An error of a compiled step that carries one of pyhvd becomes that one, such as HorovodInternalError.
+    """
+
+    @functools.wraps(func)
+    def translated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with raising_causes(*door().errors()):
+            return func(state, *args, **kwargs)
+
+    return elastic.run(translated)
 
 
 class _OfVariables(Handler):

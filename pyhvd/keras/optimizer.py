@@ -17,10 +17,11 @@ from pyhvd.api.collectives import Average, Sum
 from pyhvd.api.compression import Compressor
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import ReduceOp
+from pyhvd.graph.grouping import checked_groups
 from pyhvd.keras.backend import door
 from pyhvd.keras.compression import Compression
 from pyhvd.keras.loss_scale import let_ranks_agree
-from pyhvd.keras.reduction import GradientOptions, GradientReduction, checked_groups, key_of
+from pyhvd.keras.reduction import GradientOptions, GradientReduction, key_of
 
 _TESTED = "3.15.1"
 

@@ -6,7 +6,6 @@ backend traces the step.
 
 from __future__ import annotations
 
-import itertools
 import re
 import weakref
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from pyhvd.api.compression import Compressor, compress_all, decompress_all
 from pyhvd.api.process_sets import ProcessSet
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
-from pyhvd.keras.agreement import agree
+from pyhvd.graph.agreement import agree
+from pyhvd.graph.grouping import divide
 from pyhvd.keras.backend import CallTerms, door
 
 _AUTO_NUMBER = re.compile(r"_\d+(?=/|$)")
@@ -191,21 +191,10 @@ class GradientReduction:
     def _groups(self, optimizer: Any, places: list[int], variables: Sequence[Any]) -> list[list[int]]:
         """Return the places of the gradients that are reduced together."""
         groups = self.options.groups
-        if groups is None:
-            made = [places]
-        elif isinstance(groups, int):
-            count = min(groups, len(places))
-            bounds = [len(places) * number // count for number in range(count + 1)] if count else []
-            made = [places[first:last] for first, last in itertools.pairwise(bounds)]
-        else:
-            by_key = {key_of(optimizer, variables[place]): place for place in places}
-            made = [[by_key[key] for key in keys if key in by_key] for keys in self._keys(optimizer, groups)]
-            taken = {place for group in made for place in group}
-            made += [[place] for place in places if place not in taken]
-        return [group for group in made if group]
-
-    def _keys(self, optimizer: Any, groups: list[list[Any]]) -> list[list[Any]]:
-        return [[key_of(optimizer, variable) for variable in group] for group in groups]
+        if isinstance(groups, list):
+            groups = [[key_of(optimizer, variable) for variable in group] for group in groups]
+        keys = [key_of(optimizer, variables[place]) for place in places]
+        return [[places[number] for number in group] for group in divide(keys, groups)]
 
     def _compare(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Compare what the ranks would reduce, once after ``init()``."""
@@ -231,24 +220,3 @@ class GradientReduction:
 def key_of(optimizer: Any, variable: Any) -> Any:
     """Return by what an optimizer knows a variable: of Keras, or the backend's own below it."""
     return optimizer._var_key(variable)
-
-
-def checked_groups(groups: Any, number: int) -> int | list[list[Any]] | None:
-    """Return the groups that the user wants.
-
-    Raises
-    ------
-    ValueError
-        They are neither a positive number, nor lists of variables of which each is in one group.
-    """
-    chosen = (number or None) if groups is None else groups
-    if chosen is None:
-        return None
-    if isinstance(chosen, int) and not isinstance(chosen, bool) and chosen > 0:
-        return chosen
-    if not isinstance(chosen, list | tuple) or not all(isinstance(each, list | tuple) for each in chosen):
-        raise ValueError(f"groups={groups!r}: expected a positive number, or lists of variables")
-    seen = [id(variable) for group in chosen for variable in group]
-    if len(set(seen)) < len(seen):
-        raise ValueError("groups: a variable is in two groups, or twice in one")
-    return [list(each) for each in chosen]

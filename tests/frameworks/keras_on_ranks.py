@@ -145,19 +145,27 @@ def _assert_alike(model: Any) -> None:
     assert pyhvd.broadcast_object(own, 0) == own
 
 
-def _counted(monkeypatch: Any) -> list[str]:
-    """Return a list of the names of the grouped reductions that this rank makes from now on."""
-    from pyhvd.api import collectives
+def _named(patch: Any) -> set[str]:
+    """Return a set of the names of the reductions that this rank makes, or compiles, from now on."""
+    from pyhvd.keras.backend import door
 
-    names: list[str] = []
-    own = collectives.grouped_allreduce
+    names: set[str] = set()
+    kind = type(door())
+    own = kind.reduce
 
-    def count(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        names.append(kwargs["name"])
-        return own(tensors, *args, **kwargs)
+    def note(self: Any, tensors: Any, terms: Any) -> Any:
+        names.add(terms.name)
+        return own(self, tensors, terms)
 
-    monkeypatch.setattr(collectives, "grouped_allreduce", count)
+    patch.setattr(kind, "reduce", note)
     return names
+
+
+def _reduced() -> int:
+    """Return how many tensors this rank has reduced since ``init()``."""
+    import pyhvd
+
+    return sum(pyhvd.metrics().tensors.get("allreduce", {}).values())
 
 
 # -- the optimizer -------------------------------------------------------------------------------------
@@ -196,15 +204,14 @@ def accumulated_steps_are_reduced_once() -> None:
     for average, factor in ((True, 1.0), (False, 2.0)):
         # One process with twice the batch, and with the gradients' sum as a twofold rate.
         wanted = _alone(keras.optimizers.SGD(0.02 * factor, momentum=0.9), batch=2 * _SIZE * _BATCH)
-        with pytest.MonkeyPatch.context() as patch:
-            names = _counted(patch)
-            optimizer = hvd.DistributedOptimizer(
-                keras.optimizers.SGD(0.02, momentum=0.9),
-                backward_passes_per_step=2,
-                average_aggregated_gradients=average,
-            )
-            trained = _together(optimizer)
-        assert len(names) == _STEPS // 2
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.02, momentum=0.9),
+            backward_passes_per_step=2,
+            average_aggregated_gradients=average,
+        )
+        before = _reduced()
+        trained = _together(optimizer)
+        assert _reduced() - before == _STEPS // 2 * len(trained.trainable_variables)
         _assert_close(trained, wanted)
 
 
@@ -285,11 +292,11 @@ def options_change_no_result() -> None:
         ({"op": hvd.Sum}, 1),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            seen = _counted(patch)
+            seen = _named(patch)
             rate = 0.025 if "op" in options else 0.05
             trained = _together(hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options))
-        assert len(set(seen)) == names
-        assert "name" not in options or set(seen) == {"of mine"}
+        assert len(seen) == names
+        assert "name" not in options or seen == {"of mine"}
         _assert_close(trained, wanted)
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
         trained = _together(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression))
@@ -305,10 +312,10 @@ def chosen_groups_are_reduced_in_turn() -> None:
     model = _model()
     kernels = [each for each in model.trainable_variables if each.name == "kernel"]
     with pytest.MonkeyPatch.context() as patch:
-        seen = _counted(patch)
+        seen = _named(patch)
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), groups=[kernels]), loss="mse")
         _fit(model, *_my_part())
-    assert len(set(seen)) == 3  # the kernels, and each bias
+    assert len(seen) == 3  # the kernels, and each bias
     _assert_close(model, _alone(keras.optimizers.SGD(0.05)))
 
 
@@ -789,6 +796,28 @@ def states_begin_with_those_of_the_first_rank() -> None:
         hvd.elastic.KerasState(_model())
 
 
+@case("torch")  # its errors are pyhvd's own
+def errors_of_steps_leave_elastic_run_as_those_of_pyhvd() -> None:
+    from pyhvd.graph import failures
+    from pyhvd.keras.backend import door
+
+    hvd = _hvd()
+    text = failures.keep(hvd.HorovodInternalError("rank 1 is lost"))
+    (kind,) = door().errors()
+    try:
+        wrapped = kind(None, None, f"INTERNAL: {text}", 13)
+    except TypeError:
+        wrapped = kind(f"INTERNAL: {text}")
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        raise wrapped
+
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1 is lost") as caught:
+        train(hvd.elastic.ObjectState())
+    assert caught.value.__cause__ is wrapped
+
+
 # -- names ---------------------------------------------------------------------------------------------
 
 # The parameters of Horovod 0.28.1's horovod.keras and horovod.tensorflow.keras, in their order.
@@ -825,9 +854,13 @@ def parameters_are_those_of_horovod() -> None:
     for name, wanted in _PARAMETERS.items():
         function = operator.attrgetter(name)(hvd)
         assert list(inspect.signature(function).parameters)[: len(wanted.split())] == wanted.split(), name
-    alias = importlib.import_module("pyhvd.aliases.as_horovod.keras")
-    for name in _PARAMETERS:
-        assert operator.attrgetter(name)(alias) is operator.attrgetter(name)(hvd)
+    aliases = ["keras"]
+    if os.environ["KERAS_BACKEND"] == "tensorflow":
+        aliases.append("tensorflow.keras")
+    for each in aliases:
+        alias = importlib.import_module(f"pyhvd.aliases.as_horovod.{each}")
+        for name in _PARAMETERS:
+            assert operator.attrgetter(name)(alias) is operator.attrgetter(name)(hvd), (each, name)
 
 
 @case()
