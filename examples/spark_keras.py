@@ -1,9 +1,8 @@
 """Train a Keras 3 model inside Spark, from a DataFrame of points to a model and its accuracy.
 
-    DataFrame -> prepare (Parquet) -> run (2 ranks, each reads its shard) -> model in a store
+    DataFrame -> Estimator.fit (ranks inside the executors) -> model -> transform
 
-The points of three classes are made up: each class lies around a centre of its own. TensorFlow is the backend
-of Keras. The lines that pyhvd needs are marked.
+The points of three classes are made up: each class lies around a centre of its own.
 """
 
 from __future__ import annotations
@@ -40,69 +39,6 @@ def load(spark: SparkSession, count: int, seed: int) -> DataFrame:
     return spark.createDataFrame(rows, "point array<double>, label int")
 
 
-# -- training, on every rank ---------------------------------------------------------------------------
-
-
-def train(store: pyhvd.spark.Store, options: argparse.Namespace) -> list[float]:
-    """Train on this rank's shard; return the loss of every epoch. Rank 0 saves the model."""
-    os.environ.update(KERAS_BACKEND="tensorflow", TF_CPP_MIN_LOG_LEVEL="2")
-    import keras
-
-    import pyhvd as hvd
-
-    hvd.init()  # pyhvd
-    keras.utils.set_random_seed(options.seed + hvd.rank())  # other weights on each rank, then rank 0's
-    model = keras.Sequential(
-        [
-            keras.Input(CENTRES.shape[1:]),
-            keras.layers.Dense(options.hidden, "relu"),
-            keras.layers.Dense(len(CENTRES)),
-        ]
-    )
-    model.set_weights(hvd.broadcast_object(model.get_weights(), root_rank=0))  # pyhvd
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(distribute(keras.optimizers.Adam(options.lr)), loss, jit_compile=False)  # pyhvd
-    data = pyhvd.spark.shard(store.get_train_data_path(), batch_size=options.batch_size, seed=options.seed)
-    losses = []
-    for epoch in range(options.epochs):
-        # All ranks have equally many batches.
-        total = sum(model.train_on_batch(batch["point"], batch["label"]) for batch in data.epoch(epoch))
-        losses.append(float(hvd.allreduce(np.float64(total / data.steps), name="loss")))  # pyhvd
-    if hvd.rank() == 0:
-        with tempfile.TemporaryDirectory() as folder:
-            model.save(f"{folder}/model.keras")
-            with open(f"{folder}/model.keras", "rb") as file:
-                store.write(model_path(store), file.read())
-    return losses
-
-
-def distribute(optimizer: Any) -> Any:
-    """Let an optimizer of Keras average the ranks' gradients before it applies them, and return it."""
-    import tensorflow as tf
-
-    import pyhvd as hvd
-
-    def reduce(*arrays: Any) -> list[Any]:
-        return hvd.grouped_allreduce(arrays, name="gradients")
-
-    def average(gradients: list[Any]) -> list[Any]:
-        # One group: ops of a graph run in any order, and several could wait for each other in a circle.
-        averages = tf.numpy_function(reduce, gradients, [each.dtype for each in gradients])
-        return [tf.ensure_shape(new, old.shape) for new, old in zip(averages, gradients, strict=True)]
-
-    apply = optimizer.apply
-    optimizer.apply = lambda gradients, *others: apply(average(gradients), *others)
-    return optimizer
-
-
-def model_path(store: pyhvd.spark.Store) -> str:
-    """Return the path of the trained model in the store."""
-    return f"{store.get_checkpoint_path(RUN)}/model.keras"
-
-
-# -- the driver ----------------------------------------------------------------------------------------
-
-
 def start_spark(num_proc: int) -> SparkSession:
     """Return a session in this process; it uses the Java that pip installed if there is no other."""
     pyhvd.spark.use_java()
@@ -116,17 +52,43 @@ def start_spark(num_proc: int) -> SparkSession:
     return session
 
 
-def evaluate(store: pyhvd.spark.Store, folder: str, seed: int) -> float:
-    """Return the share of new points that the trained model classifies correctly."""
-    os.environ["KERAS_BACKEND"] = "tensorflow"
+def make_model(hidden: int) -> Any:
+    """Return a Keras model from a point to a score for each class."""
     import keras
 
-    path = f"{folder}/loaded.keras"
-    with open(path, "wb") as file:
-        file.write(store.read(model_path(store)))
-    points, labels = make_points(600, seed + 1)
-    scores = keras.models.load_model(path, compile=False).predict(points, verbose=0)
-    return float((scores.argmax(axis=1) == labels).mean())
+    return keras.Sequential(
+        [
+            keras.Input(CENTRES.shape[1:]),
+            keras.layers.Dense(hidden, "relu"),
+            keras.layers.Dense(len(CENTRES)),
+        ]
+    )
+
+
+def train(frame: DataFrame, folder: str, options: argparse.Namespace) -> Any:
+    """Train on ranks inside the executors; return the model as a transformer of Spark ML."""
+    import keras
+
+    estimator = pyhvd.spark.Estimator(
+        model=make_model(options.hidden),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        optimizer=keras.optimizers.Adam(options.lr),
+        store=pyhvd.spark.Store.create(folder),
+        feature_cols=["point"],
+        label_cols=["label"],
+        num_proc=options.num_proc,
+        batch_size=options.batch_size,
+        epochs=options.epochs,
+        seed=options.seed,
+        verbose=0,
+    )
+    return estimator.fit(frame)
+
+
+def evaluate(model: Any, frame: DataFrame) -> float:
+    """Return the share of points that the trained model classifies correctly."""
+    rows = model.transform(frame).select("label", "label__output").collect()
+    return float(np.mean([int(np.argmax(row.label__output)) == row.label for row in rows]))
 
 
 def main() -> None:
@@ -143,18 +105,18 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default: 0.01)")
     parser.add_argument("--hidden", type=int, default=32, help="hidden units (default: 32)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--backend", default="tensorflow", help="of Keras: tensorflow, jax or torch")
     options = parser.parse_args()
+    os.environ.update(KERAS_BACKEND=options.backend, TF_CPP_MIN_LOG_LEVEL="2")
     spark = start_spark(options.num_proc)
     try:
         with tempfile.TemporaryDirectory(prefix="pyhvd-keras-") as folder:
-            store = pyhvd.spark.Store.create(folder)
-            frame = load(spark, options.rows, options.seed)
-            pyhvd.spark.prepare(frame, store.get_train_data_path(), num_files=options.num_proc)
-            results = pyhvd.spark.run(train, (store, options), num_proc=options.num_proc)
-            accuracy = evaluate(store, folder, options.seed)
+            model = train(load(spark, options.rows, options.seed), folder, options)
+            accuracy = evaluate(model, load(spark, 600, options.seed + 1))
     finally:
         spark.stop()
-    print(f"trained on {len(results)} ranks: loss {results[0][0]:.4f} -> {results[0][-1]:.4f}")
+    losses = [measures["loss"] for measures in model.history]
+    print(f"trained on {options.num_proc} ranks: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     print(f"accuracy {accuracy:.1%} on new points", flush=True)
     if accuracy < GOOD:
         sys.exit(f"the accuracy must be at least {GOOD:.0%}")

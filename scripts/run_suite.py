@@ -97,7 +97,7 @@ PARTS = {
     "torchdist": Part(
         ".venv-spark", ("tests/torch/distributed",), NO_TORCH, arguments=BY_FILE, workers=2, stamp=".torch"
     ),
-    "frameworks": Part(".venv-frameworks", ("tests/frameworks",)),
+    "frameworks": Part(".venv-frameworks", ("tests/frameworks", "tests/spark/test_estimator_keras.py")),
     "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=3),
     "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=(*BY_FILE, "-m", "not any_spark"), workers=2),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),

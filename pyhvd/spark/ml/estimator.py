@@ -42,9 +42,10 @@ class Estimator(SparkEstimator):
 
     Parameters
     ----------
-    model : torch.nn.Module or NumpyModel, optional
-        A torch module, called with one tensor per feature column; or an object with `parameters`, `gradients`
-        and `predict`, see :class:`NumpyModel`. Give either this or `train_fn`.
+    model : torch.nn.Module, keras.Model or NumpyModel, optional
+        A torch module, called with one tensor per feature column; a built model of Keras 3, on any backend;
+        or an object with `parameters`, `gradients` and `predict`, see :class:`NumpyModel`. Give either this
+        or `train_fn`.
     train_fn : callable, optional
         Your own training loop. Every rank calls it with a :class:`Training`; it returns a function from
         features to outputs.
@@ -61,11 +62,13 @@ class Estimator(SparkEstimator):
         Passes over the data.
     validation : float or str, optional
         The fraction of the rows for validation, or a column that is true (or above 0) for those rows.
-    loss : callable, optional
-        For a torch module: a function from its output and the labels to the mean loss of the rows.
+    loss : callable or str, optional
+        For a torch module: a function from its output and the labels to the mean loss of the rows. For a
+        Keras model: what its ``compile()`` takes.
     optimizer : optional
-        For a torch module: a function from its parameters to a torch.optim.Optimizer. Otherwise an object
-        with ``step(parameters, gradients)``; ``SGD()`` by default.
+        For a torch module: a function from its parameters to a torch.optim.Optimizer. For a Keras model: what
+        its ``compile()`` takes. Otherwise an object with ``step(parameters, gradients)``; ``SGD()`` by
+        default.
     metrics : mapping of str to callable, optional
         Functions from outputs and labels (numpy arrays) to a number, measured on the validation data.
     run_id : str, optional
@@ -99,7 +102,7 @@ class Estimator(SparkEstimator):
     >>> model = estimator.fit(df)                                       # doctest: +SKIP
     """
 
-    model = param("model", "a torch module, or a NumpyModel")
+    model = param("model", "a torch module, a Keras model, or a NumpyModel")
     train_fn = param("train_fn", "a training loop: from a Training to a function that predicts")
     store = param("store", "holds the run's data, checkpoint and model")
     feature_cols = param("feature_cols", "columns that are the model's input")
@@ -108,10 +111,11 @@ class Estimator(SparkEstimator):
     batch_size = param("batch_size", "rows per step and rank")
     epochs = param("epochs", "passes over the data")
     validation = param("validation", "fraction of the rows for validation, or a column that is true for them")
-    loss = param("loss", "for a torch module: function from output and labels to the mean loss")
+    loss = param("loss", "of a torch module or a Keras model: from output and labels to the mean loss")
     optimizer = param(
         "optimizer",
-        "for a torch module: function from parameters to an optimizer; else an object with step()",
+        "for a torch module: function from parameters to an optimizer; for a Keras model: what compile()"
+        " takes; else an object with step()",
     )
     metrics = param(
         "metrics", "functions from outputs and labels to a number, measured on the validation data"
@@ -135,7 +139,7 @@ class Estimator(SparkEstimator):
         batch_size: int = 32,
         epochs: int = 1,
         validation: float | str | None = None,
-        loss: Callable[[Any, Any], Any] | None = None,
+        loss: Callable[[Any, Any], Any] | str | None = None,
         optimizer: Any = None,
         metrics: Mapping[str, Metric] | None = None,
         run_id: str | None = None,

@@ -87,7 +87,8 @@ class Model(SparkModel, MLWritable, MLReadable["Model"]):
         """Return the function from features to outputs, to use it without Spark.
 
         It takes and returns an array of shape ``(rows, ...)``, or a tuple of arrays for several columns. For
-        a torch module it has an attribute `module`; for a numpy model it is the model's method `predict`.
+        a torch module it has an attribute `module`, for a Keras model `model`; for a numpy model it is the
+        model's method `predict`.
         """
         loaded: Callable[[Any], Any] = cloudpickle.loads(self._predict)
         return loaded

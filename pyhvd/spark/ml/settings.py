@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from pyhvd.spark.data.schema import holds_numbers
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.errors import DataError
 from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel, NumpyTrainer, check_takes
-from pyhvd.spark.ml.training import TrainFn
+from pyhvd.spark.ml.training import Metric, TrainFn
 
 _OWN = ("fn", "args", "kwargs", "num_proc", "verbose")
 
@@ -79,8 +80,7 @@ def trainer_of(values: Mapping[str, Any]) -> TrainFn:
     TypeError, ValueError
         Model, loss and optimizer do not fit together.
     """
-    train_fn, model, metrics = values["train_fn"], values["model"], values["metrics"]
-    loss, optimizer = values["loss"], values["optimizer"]
+    train_fn, model = values["train_fn"], values["model"]
     if (train_fn is None) == (model is None):
         raise ValueError("give either model or train_fn")
     if train_fn is not None:
@@ -91,24 +91,54 @@ def trainer_of(values: Mapping[str, Any]) -> TrainFn:
             raise ValueError(f"{given[0]} goes with model; a train_fn has its own")
         chosen: TrainFn = train_fn
         return chosen
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(model, torch.nn.Module):
-        if not callable(loss) or not callable(optimizer):
-            raise ValueError(
-                "a torch module needs loss, e.g. torch.nn.functional.cross_entropy, and optimizer, a function"
-                " of the parameters, e.g. functools.partial(torch.optim.SGD, lr=0.1)"
-            )
-        from pyhvd.spark.ml.torch_trainer import TorchTrainer
+    terms = model, values["loss"], values["optimizer"], values["metrics"]
+    if _is_a(model, "keras", "Model"):  # with the backend torch it is a module too
+        return _keras_trainer(*terms)
+    if _is_a(model, "torch", "nn.Module"):
+        return _torch_trainer(*terms)
+    return _numpy_trainer(*terms)
 
-        return TorchTrainer(model, loss, optimizer, metrics)
+
+def _is_a(model: Any, module: str, name: str) -> bool:
+    """Return whether a model is of a library's class; one whose library was never imported is not."""
+    library = sys.modules.get(module)
+    return library is not None and isinstance(model, operator.attrgetter(name)(library))
+
+
+def _torch_trainer(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, Metric]) -> TrainFn:
+    if not callable(loss) or not callable(optimizer):
+        raise ValueError(
+            "a torch module needs loss, e.g. torch.nn.functional.cross_entropy, and optimizer, a function"
+            " of the parameters, e.g. functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    from pyhvd.spark.ml.torch_trainer import TorchTrainer
+
+    return TorchTrainer(model, loss, optimizer, metrics)
+
+
+def _keras_trainer(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, Metric]) -> TrainFn:
+    if loss is None or optimizer is None:
+        raise ValueError(
+            'a Keras model needs loss and optimizer, as compile() takes them, e.g. loss="mse" and'
+            " optimizer=keras.optimizers.SGD(0.1)"
+        )
+    from pyhvd.spark.ml.keras_trainer import KerasTrainer
+
+    return KerasTrainer(model, loss, optimizer, metrics)
+
+
+def _numpy_trainer(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, Metric]) -> TrainFn:
     if not isinstance(model, NumpyModel):
         raise TypeError(
-            f"model={type(model).__name__}: expected a torch.nn.Module, or an object with parameters (a dict"
-            " of arrays), gradients(features, labels) and predict(features); see pyhvd.spark.NumpyModel"
+            f"model={type(model).__name__}: expected a torch.nn.Module, a keras.Model, or an object with"
+            " parameters (a dict of arrays), gradients(features, labels) and predict(features); see"
+            " pyhvd.spark.NumpyModel"
         )
     _check_parameters(model.parameters)
     if loss is not None:
-        raise ValueError("loss goes with a torch module: another model's gradients() has its loss in it")
+        raise ValueError(
+            "loss goes with a torch module or a Keras model: another model's gradients() has its loss in it"
+        )
     optimizer = SGD() if optimizer is None else optimizer
     if not callable(getattr(optimizer, "step", None)):
         raise TypeError(
