@@ -197,6 +197,10 @@ bench-hosts: .venv/.bench ## across simulated hosts, against MPI and the links' 
 bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors, against treeAggregate, into benchmarks/results
 	.venv-spark/bin/python -m benchmarks spark $(ARGS)
 
+.PHONY: bench-frameworks
+bench-frameworks: .venv-frameworks/.bench ## steps of JAX and TensorFlow over pyhvd, against their own collectives, into benchmarks/results
+	.venv-frameworks/bin/python -m benchmarks frameworks $(ARGS)
+
 .PHONY: bench-torch
 bench-torch: .venv-spark/.bench .venv-spark/.torch ## steps with torch, and torch.distributed over pyhvd, against gloo, into benchmarks/results (ARGS="torchdist": that one)
 	.venv-spark/bin/python -m benchmarks $(if $(filter-out -%,$(firstword $(ARGS))),,torch torchdist torch_memory results) $(ARGS)

@@ -28,8 +28,9 @@ QUESTIONS = (
     "oversubscribed",
 )
 # Questions that run only by name: scale simulates, for minutes; spark needs pyspark, and a minute to start a
-# cluster; torch, torchdist and torch_memory need torch, and results takes it if it is there.
-ON_DEMAND = ("scale", "spark", "torch", "torchdist", "torch_memory", "results")
+# cluster; torch, torchdist and torch_memory need torch, and results takes it if it is there; frameworks
+# measures JAX and TensorFlow where they are.
+ON_DEMAND = ("scale", "spark", "torch", "torchdist", "torch_memory", "results", "frameworks")
 # They have flags of their own, and start their jobs themselves.
 ON_HOSTS = {
     "hosts": hosts.main,

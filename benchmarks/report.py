@@ -46,6 +46,8 @@ class Target:
         MPI implementations of the target; if empty, all.
     difference : bool
         If true, the value is the median of ours minus the peer of each repetition, and ``fewer`` is true.
+    over : str
+        Name of a contender by whose median the difference is divided; if empty, the difference is a time.
     """
 
     text: str
@@ -58,6 +60,7 @@ class Target:
     ranks: tuple[int, ...] = (2,)
     mpi: tuple[str, ...] = ()
     difference: bool = False
+    over: str = ""
 
 
 class Verdict(msgspec.Struct):
@@ -124,6 +127,11 @@ def _judge(target: Target, ranks: int, outcome: Outcome) -> Verdict | None:
     if target.difference:
         best = min(peers, key=lambda peer: peer.median)
         value = statistics.median(a - b for a, b in zip(ours.samples, best.samples, strict=False))
+        if target.over:
+            whole = outcome.find(target.over)
+            if whole is None:
+                return None
+            value, unit = value / whole.median, "x"
     elif peers:
         best = min(peers, key=lambda peer: peer.median)
         above, below = (ours, best) if target.fewer else (best, ours)
