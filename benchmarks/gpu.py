@@ -79,14 +79,14 @@ def packing(counts: Sequence[int]) -> dict[str, float]:
     """Return the rates of pack, unpack and a plain copy, in bytes of the tensors per second."""
     import cupy
 
-    from pyhvd.devices.cupy_device import cuda_device
+    from pyhvd.devices.cupy_device import cuda_device, cupy_stream
 
     device = cuda_device(0)
     packer = device.packer()
     if packer is None:
         raise SystemExit("NVRTC not found: the kernels cannot be compiled")
     ptr = device.make_stream()
-    stream = cupy.cuda.ExternalStream(ptr)
+    stream = cupy_stream(ptr)
     tensors = [cupy.ones(count, np.float32) for count in counts]
     offsets, total = lay_out(counts, 4)
     buffer, other = cupy.empty(total, np.float32), cupy.empty(total, np.float32)
@@ -116,11 +116,11 @@ def host_link() -> dict[str, float]:
     import cupy
 
     from pyhvd.arrays import address
-    from pyhvd.devices.cupy_device import cuda_device
+    from pyhvd.devices.cupy_device import cuda_device, cupy_stream
 
     device = cuda_device(0)
     ptr = device.make_stream()
-    stream = cupy.cuda.ExternalStream(ptr)
+    stream = cupy_stream(ptr)
     there = int(cupy.empty(STAGED_BYTES, np.uint8).data.ptr)
     here = address(device.allocate_pinned(STAGED_BYTES))
     down = seconds_of(lambda: device.copy(here, there, STAGED_BYTES, ptr), stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,12 +45,12 @@ class CupyDevice:
         """Make this device and a stream the thread's current ones inside the context."""
         if runtime.getDevice() == self.index:
             here = int(cupy.cuda.get_current_stream(self.index).ptr)
-            return _NO_CHANGE if here == stream else _on_stream(stream, self.index)
+            return _NO_CHANGE if here == stream else cupy_stream(stream)
         return self._elsewhere(stream)
 
     @contextmanager
     def _elsewhere(self, stream: Stream) -> Iterator[None]:
-        with cupy.cuda.Device(self.index), _on_stream(stream, self.index):
+        with cupy.cuda.Device(self.index), cupy_stream(stream):
             yield
 
     def make_stream(self) -> Stream:
@@ -125,11 +126,20 @@ class CupyDevice:
 _NO_CHANGE: AbstractContextManager[None] = nullcontext()
 
 
-def _on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:
-    chosen: AbstractContextManager[Any] = (
-        cupy.cuda.ExternalStream(stream, index) if stream else cupy.cuda.Stream.null
-    )
-    return chosen
+class _Handle:
+    """A stream that CuPy does not own, by CUDA's stream protocol."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, Stream]:
+        return 0, self._stream  # the protocol's version, and the handle
+
+
+@functools.lru_cache(maxsize=64)
+def cupy_stream(stream: Stream) -> Any:
+    """Return CuPy's object for a stream; a context manager that makes it the current one."""
+    return cupy.cuda.Stream.from_external(_Handle(stream)) if stream else cupy.cuda.Stream.null
 
 
 def compile_kernels(name: str) -> Launch:
@@ -141,8 +151,7 @@ def compile_kernels(name: str) -> Launch:
     module = cupy.RawModule(code=source, options=("--std=c++14", f"-DPYHVD_TYPE={name}"))
 
     def launch(kernel: str, blocks: int, arguments: tuple[Argument, ...], stream: Stream) -> None:
-        queue = cupy.cuda.ExternalStream(stream) if stream else cupy.cuda.Stream.null
-        with queue:
+        with cupy_stream(stream):
             module.get_function(kernel)((blocks,), (THREADS,), arguments)
 
     return launch

@@ -183,6 +183,14 @@ def _streams(device: FakeDevice) -> dict[str, Any]:
         def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
             self.ptr = 0 if null else device.make_stream()
 
+        @classmethod
+        def from_external(cls, owner: Any) -> Stream:
+            made: Stream = cls.__new__(cls)
+            version, made.ptr = owner.__cuda_stream__()
+            assert version == 0
+            assert made.ptr
+            return made
+
         def __enter__(self) -> None:
             # All threads share the default stream, and several may have it as their current stream.
             entered.stack = [*getattr(entered, "stack", ()), device.using(self.ptr)]
@@ -191,15 +199,8 @@ def _streams(device: FakeDevice) -> dict[str, Any]:
         def __exit__(self, *error: Any) -> None:
             entered.stack.pop().__exit__(*error)
 
-    class ExternalStream(Stream):
-        """CuPy's stream of another owner."""
-
-        def __init__(self, ptr: int, device_id: int = -1) -> None:
-            assert ptr
-            self.ptr = ptr
-
     Stream.null = Stream(null=True)
-    return {"Stream": Stream, "ExternalStream": ExternalStream}
+    return {"Stream": Stream}
 
 
 def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:

@@ -161,3 +161,17 @@ def test_its_nccl_module_has_every_name_that_is_used() -> None:
     nccl = importlib.import_module("cupy.cuda.nccl")
     assert {name for name in asked[""] if not hasattr(nccl, name)} == set()
     assert {name for name in asked["NcclCommunicator"] if not hasattr(nccl.NcclCommunicator, name)} == set()
+
+
+@needs_cupy
+def test_cupy_takes_pyhvds_streams_without_a_warning() -> None:
+    cupy_device = importlib.import_module("pyhvd.devices.cupy_device")
+    assert cupy_device.cupy_stream(0x100).ptr == 0x100
+    assert cupy_device.cupy_stream(0).ptr == 0
+
+
+@needs_cupy
+@pytest.mark.usefixtures("_cupy")
+def test_no_name_that_is_used_is_deprecated() -> None:
+    documented = {name: getattr(pkgutil.resolve_name(name), "__doc__", None) for name in names_used()}
+    assert [name for name, text in documented.items() if ".. deprecated::" in (text or "")] == []
