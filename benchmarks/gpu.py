@@ -83,8 +83,6 @@ def packing(counts: Sequence[int]) -> dict[str, float]:
 
     device = cuda_device(0)
     packer = device.packer()
-    if packer is None:
-        raise SystemExit("NVRTC not found: the kernels cannot be compiled")
     ptr = device.make_stream()
     stream = cupy_stream(ptr)
     tensors = [cupy.ones(count, np.float32) for count in counts]

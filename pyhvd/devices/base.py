@@ -117,8 +117,14 @@ class Device(Protocol):
             The host has too little page-locked memory.
         """
 
-    def packer(self) -> Packer | None:
-        """Return the device's packer; None if it has none."""
+    def packer(self) -> Packer:
+        """Return the device's packer, whose kernels are loaded.
+
+        Raises
+        ------
+        RuntimeError
+            The device has no kernels; the text says why.
+        """
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy between two addresses, each on this device or in page-locked host memory."""
@@ -188,11 +194,24 @@ class DeviceContext:
         The communication stream.
     packer : Packer or None
         Packs many tensors by one kernel.
+    no_packer : str
+        Why there is no packer.
     """
 
     device: Device
     stream: Stream
     packer: Packer | None
+    no_packer: str = ""
+
+    @classmethod
+    def open(cls, device: Device) -> DeviceContext:
+        """Return the context of a device, with a new stream."""
+        packer, why = None, ""
+        try:
+            packer = device.packer()
+        except RuntimeError as exc:
+            why = str(exc)
+        return cls(device, device.make_stream(), packer, why)
 
 
 class ArrayLibrary(Protocol):

@@ -16,7 +16,7 @@ from cupy.cuda import runtime
 from pyhvd.arrays import Bytes
 from pyhvd.devices.base import Event, Memory, Packer, Stream
 from pyhvd.devices.pack_plan import THREADS
-from pyhvd.devices.packing import Argument, KernelPacker, Launch
+from pyhvd.devices.packing import KERNELS, Argument, KernelPacker, Launch
 from pyhvd.devices.streams import stream_of
 
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation; for device memory CuPy itself raises MemoryError
@@ -108,13 +108,14 @@ class CupyDevice:
                 raise
             raise MemoryError(f"{nbytes} bytes of page-locked memory: {exc}") from exc
 
-    def packer(self) -> Packer | None:
-        """Return a packer by pyhvd's kernels; None without NVRTC, which compiles them."""
+    def packer(self) -> Packer:
+        """Return a packer by pyhvd's kernels, which NVRTC compiles."""
+        packer = KernelPacker(self, compile_kernels)
         try:
-            cupy.cuda.nvrtc.getVersion()
-        except (ImportError, RuntimeError):
-            return None
-        return KernelPacker(self, compile_kernels)
+            packer.load()
+        except Exception as exc:  # of NVRTC, of the driver, or of CuPy's cache on disk
+            raise RuntimeError(f"pyhvd's kernels cannot be compiled: {type(exc).__name__}: {exc}") from exc
+        return packer
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy; CUDA finds the kind of memory by the addresses."""
@@ -145,14 +146,16 @@ def cupy_stream(stream: Stream) -> Any:
 def compile_kernels(name: str) -> Launch:
     """Return the kernels for a type; a :data:`pyhvd.devices.packing.Compile`.
 
-    NVRTC needs about 0.5 s for a type. CuPy caches the result for all processes.
+    NVRTC needs about 0.5 s for a type. CuPy caches the result on disk.
     """
     source = resources.files("pyhvd.devices").joinpath("pack_kernels.cu").read_text(encoding="utf-8")
     module = cupy.RawModule(code=source, options=("--std=c++14", f"-DPYHVD_TYPE={name}"))
+    module.compile()
+    kernels = {kernel: module.get_function(kernel) for kernel in KERNELS}
 
     def launch(kernel: str, blocks: int, arguments: tuple[Argument, ...], stream: Stream) -> None:
         with cupy_stream(stream):
-            module.get_function(kernel)((blocks,), (THREADS,), arguments)
+            kernels[kernel]((blocks,), (THREADS,), arguments)
 
     return launch
 

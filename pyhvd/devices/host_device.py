@@ -57,8 +57,8 @@ class HostDevice:
     def allocate_pinned(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
 
-    def packer(self) -> Packer | None:
-        return None
+    def packer(self) -> Packer:
+        raise RuntimeError("host memory has no kernels")
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:  # noqa: ARG002
         ctypes.memmove(target, source, nbytes)

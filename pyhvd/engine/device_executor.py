@@ -155,7 +155,7 @@ class DeviceExecutor:
                 " before it joins"
             )
         chosen = device or self._own_device()
-        self._device_context = DeviceContext(chosen, chosen.make_stream(), chosen.packer())
+        self._device_context = DeviceContext.open(chosen)
         for set_id, backend in list(self._opened.items()):
             if isinstance(backend, StagedBackend):
                 self._opened[set_id] = StagedBackend(self.backends[set_id], self._device_context)

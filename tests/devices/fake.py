@@ -157,8 +157,10 @@ class FakeDevice:
         self._kept.append(memory)
         return memory
 
-    def packer(self) -> FakeDevice | None:
-        return self if self.packs else None
+    def packer(self) -> FakeDevice:
+        if not self.packs:
+            raise RuntimeError("this device has no kernels")
+        return self
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         def run() -> None:

@@ -105,12 +105,6 @@ def _ndarray(device: FakeDevice) -> Any:
     return Ndarray
 
 
-def _nvrtc_version() -> tuple[int, int]:
-    if shutil.which("g++") is None:
-        raise RuntimeError("NVRTC, for which g++ stands here, is not found")
-    return 13, 0
-
-
 def _raw_module(device: FakeDevice) -> Any:
     """Return CuPy's type of a module of CUDA source; it supports only the kernels of ``pack_kernels.cu``."""
 
@@ -121,12 +115,18 @@ def _raw_module(device: FakeDevice) -> Any:
             assert code == SOURCE.read_text()
             standard, defined = options
             assert standard == "--std=c++14"
-            self._launch = compiler_of(device)(defined.removeprefix("-DPYHVD_TYPE="))
+            self._type = defined.removeprefix("-DPYHVD_TYPE=")
+
+        def compile(self) -> None:
+            """Do nothing: g++ compiles a type when it is first launched, as all types take it long."""
+            if shutil.which("g++") is None:
+                raise RuntimeError("NVRTC, for which g++ stands here, is not found")
 
         def get_function(self, name: str) -> Any:
             def call(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
                 assert block == (THREADS,)
-                self._launch(name, grid[0], arguments, device.current_stream())
+                launch = compiler_of(device)(self._type)
+                launch(name, grid[0], arguments, device.current_stream())
 
             return call
 
@@ -165,7 +165,6 @@ def _cuda(device: FakeDevice) -> types.ModuleType:
         alloc_pinned_memory=device.allocate_pinned,
         UnownedMemory=Unowned,
         MemoryPointer=Pointer,
-        nvrtc=types.SimpleNamespace(getVersion=_nvrtc_version),
         **_streams(device),
     )
     module: types.ModuleType = cuda

@@ -28,7 +28,7 @@ class Refused(Exception):
     """NCCL does not connect a process set. The text is the same on all ranks: it says where and why."""
 
 
-def usable_version(device: Device) -> str:
+def usable_version(context: DeviceContext) -> str:
     """Return NCCL's version.
 
     Raises
@@ -36,11 +36,8 @@ def usable_version(device: Device) -> str:
     ImportError, RuntimeError
         NCCL cannot be used here; the text says why.
     """
-    if device.packer() is None:
-        raise RuntimeError(
-            "pyhvd's kernels cannot be compiled, as NVRTC is not found: pip install"
-            ' "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it'
-        )
+    if context.packer is None:
+        raise RuntimeError(context.no_packer[:ERROR_LENGTH])
     return version_text(load_library().get_version())
 
 

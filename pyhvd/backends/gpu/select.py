@@ -14,7 +14,7 @@ from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.kernel import boot_id
 from pyhvd.common.text import describe_ranks, list_some
-from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
+from pyhvd.devices.base import DeviceBackend, DeviceContext
 from pyhvd.transport.fabric import allgather_decoded
 
 _log = logging.getLogger("pyhvd")
@@ -51,7 +51,7 @@ def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[in
     Set rank 0 logs the choice and, if it is not NCCL, the reason. ``host`` is the set's backend for arrays in
     host memory; ``members`` are the set's global ranks.
     """
-    ranks = allgather_decoded(host.fabric, _describe(context.device), _rank_decoder, "its device")
+    ranks = allgather_decoded(host.fabric, _describe(context), _rank_decoder, "its device")
     by_host = partial(StagedBackend, host, context)
     reason = why_not_nccl(ranks, members)
     if not reason:
@@ -66,13 +66,14 @@ def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[in
     return by_host()
 
 
-def _describe(device: Device) -> RankDevice:
+def _describe(context: DeviceContext) -> RankDevice:
+    device = context.device
     identity = device.identity()
     if not identity:
         return RankDevice("")
     version = error = ""
     try:
-        version = usable_version(device)
+        version = usable_version(context)
     except (ImportError, RuntimeError) as exc:
         error = str(exc)
     return RankDevice(f"{boot_id()}/{identity}", device.name, version, error)

@@ -14,7 +14,7 @@ import pyhvd as hvd
 from pyhvd.backends.gpu.nccl_init import usable_version
 from pyhvd.devices import array_libraries
 from pyhvd.devices.array_libraries import adopt
-from pyhvd.devices.base import DeviceView
+from pyhvd.devices.base import DeviceContext, DeviceView
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeDevice, fake_array
@@ -135,7 +135,6 @@ def test_a_device_packs_on_the_stream_that_it_is_told(device: FakeDevice) -> Non
 
     cuda = cuda_device(0)
     packer = cuda.packer()
-    assert packer is not None
     stream = device.make_stream()
     with device.using(stream):
         source, target = cupy_array([1.0, 2.0, 3.0]), cupy_array(np.zeros(8))
@@ -145,16 +144,22 @@ def test_a_device_packs_on_the_stream_that_it_is_told(device: FakeDevice) -> Non
         np.testing.assert_array_equal(target.get()[:4], [2.0, 4.0, 6.0, 0.0])
 
 
-def test_without_nvrtc_a_device_packs_nothing(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> tuple[int, int]:
-        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
-
+@pytest.mark.parametrize("missing", ["INT8", "FLOAT16"])
+def test_a_kernel_that_cannot_be_compiled_is_known_before_the_ranks_agree(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """One rank without NVRTC, or with a cache that it cannot write, must not fail inside a batch."""
     from pyhvd.devices.cupy_device import cuda_device
 
-    monkeypatch.setattr(sys.modules["cupy"].cuda.nvrtc, "getVersion", missing)
-    assert cuda_device(0).packer() is None
-    with pytest.raises(RuntimeError, match="pyhvd's kernels cannot be compiled, as NVRTC is not found"):
-        usable_version(cuda_device(0))
+    def compile_module(module: Any) -> None:
+        if module._type == missing:
+            raise OSError("[Errno 30] Read-only file system: '/root/.cupy'")
+
+    monkeypatch.setattr(sys.modules["cupy"].RawModule, "compile", compile_module)
+    context = DeviceContext.open(cuda_device(0))
+    assert context.packer is None
+    with pytest.raises(RuntimeError, match=r"kernels cannot be compiled: OSError: .* Read-only file system"):
+        usable_version(context)
 
 
 def test_the_interface(device: FakeDevice) -> None:
