@@ -304,11 +304,13 @@ class DeviceBackend(Protocol):
     3. A view of None stands for a rank that has joined; such a rank has memory for every span.
     4. There is no Adasum, which runs on the host.
     5. ``name`` begins the names of its phases (``NCCL_BCAST``); ``stream`` is the communication stream.
+    6. ``sums_wide``: the sum of 16-bit floats is rounded once, not at each addition.
     """
 
     rank: int
     size: int
     name: str
+    sums_wide: bool
     stream: Stream
 
     def allreduce(

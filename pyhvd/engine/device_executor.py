@@ -181,14 +181,14 @@ class DeviceExecutor:
     # -- the verbs -----------------------------------------------------------------------------------
 
     def _allreduce(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        spec = batch[0].request.reduce_spec(backend.size)
+        spec = batch[0].request.reduce_spec(backend.size, sums_wide=backend.sums_wide)
         counts = [math.prod(r.request.shape) for r in batch]
         with self.hooks.phase(f"{backend.name}_ALLREDUCE"):
             backend.allreduce(_sources(entries), _targets(entries), counts, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _reducescatter(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        spec = batch[0].request.reduce_spec(backend.size)
+        spec = batch[0].request.reduce_spec(backend.size, sums_wide=backend.sums_wide)
         shapes = [r.request.shape for r in batch]
         with self.hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)

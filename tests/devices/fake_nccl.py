@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from pyhvd.arrays import Array
@@ -330,11 +329,13 @@ def _put(ptr: int, values: Array, kind: int) -> None:
 
 
 def _fold(parts: list[Array], op: int) -> Array:
-    """Reduce from the last rank to the first: like NCCL, not in the order of the host."""
+    """Reduce from the last rank to the first: like NCCL, not in the order of the host.
+
+    As NCCL does, it rounds each partial sum to the dtype of the parts.
+    """
     how = (np.add, np.multiply, np.maximum, np.minimum)[op]
-    wide = np.float32 if parts[0].dtype in (np.float16, ml_dtypes.bfloat16) else parts[0].dtype
     with np.errstate(all="ignore"):  # the gaps between tensors may hold any value
-        result = parts[-1].astype(wide)
+        result = parts[-1]
         for part in reversed(parts[:-1]):
-            result = how(result, part.astype(wide))
+            result = how(result, part)
         return result.astype(parts[0].dtype)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -98,6 +99,21 @@ def test_every_verb(size: int, seed: int, nccl: FakeNccl) -> None:
     assert called >= {"allReduce", "broadcast"} | ({"send", "recv"} if size > 1 else set())
     assert sorted(nccl.destroyed) == list(range(size))
     assert nccl.aborted == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_average_of_16_bits_does_not_overflow(dtype: str, nccl: FakeNccl) -> None:
+    most = 40000.0 if dtype == "float16" else 2.0**127
+
+    def body(device: PeerDevice) -> None:
+        values = np.full(24, most, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        one = hvd.allreduce(fake_array(device, values), name="one")
+        pair = hvd.grouped_allreduce([fake_array(device, values)] * 2, name="pair")
+        rows = hvd.reducescatter(fake_array(device, values), name="rows")
+        for result in (one, *pair, rows):
+            assert set(result.get().astype(float)) == {most}
+
+    on_devices(4, body)
 
 
 @pytest.mark.parametrize("seed", range(3))

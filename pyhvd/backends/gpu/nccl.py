@@ -58,6 +58,7 @@ class NcclBackend:
     """
 
     name = "NCCL"
+    sums_wide = False
 
     comm: Any
     rank: int

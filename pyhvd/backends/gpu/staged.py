@@ -35,6 +35,7 @@ class StagedBackend:
     """
 
     name = "STAGED"
+    sums_wide = True
 
     def __init__(self, host: HostBackend, context: DeviceContext) -> None:
         self.rank, self.size, self.stream = host.rank, host.size, context.stream
