@@ -422,7 +422,12 @@ class Runtime:
             self._recorder.follow(responses.timeline, self._executor.fabric)
 
     def _plan(self, todo: Sequence[Response]) -> list[list[Response]]:
-        return plan(todo, self.tuning.fusion_threshold, groups_alone=self._config.disable_group_fusion)
+        return plan(
+            todo,
+            self.tuning.fusion_threshold,
+            groups_alone=self._config.disable_group_fusion,
+            device_calls_alone=self._config.device_fusion == "call",
+        )
 
     def _tune(self, tuning: Tuning) -> None:
         """Change the knobs, at the same place in the order of responses on every rank.
