@@ -115,7 +115,10 @@ def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> Vi
 def _adopt(name: str, tensor: Any, *, writing: bool, any_layout: bool) -> View:
     library = _library_of(name, tensor)
     if library is not None:
-        return library.adopt(tensor, writing=writing)
+        found = library.adopt(tensor, writing=writing)
+        if not found.ptr and found.nbytes:  # address 0 would be taken for a tensor of a rank that has joined
+            raise TypeError(f"this array of {found.nbytes} bytes has no memory: its address is 0")
+        return found
     on_host = _HOST_MODULES.get(name)
     if on_host is None:
         return view(tensor, writing=writing)

@@ -6,12 +6,10 @@ those of CuPy 14. The fake does not test CuPy itself.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shutil
 import threading
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,18 +26,24 @@ class Pointer:
     def __init__(self, memory: Any, offset: int) -> None:
         self.memory = memory
         self.ptr = memory.ptr + offset
-        self.device_id = 0
+        self.device_id: int = memory.device_id
 
 
 class Unowned:
     """Memory of another owner: CuPy's UnownedMemory."""
 
     def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
-        self.ptr, self.nbytes, self.owner = ptr, size, owner
+        self.ptr, self.nbytes, self.owner, self.device_id = ptr, size, owner, device_id
+
+
+def allocated(device: FakeDevice, nbytes: int) -> Pointer:
+    """Return memory of CuPy's pool, of the current stream."""
+    memory = device.allocate(nbytes, device.current_stream())
+    return Pointer(Unowned(memory.ptr, nbytes, memory, device.index), 0)
 
 
 def make_cupy(device: FakeDevice) -> types.ModuleType:
-    """Return a module ``cupy`` whose only device, number 0, is the fake device."""
+    """Return a module ``cupy`` whose only device in use is the fake device."""
     cupy: Any = types.ModuleType("cupy")
     array = _ndarray(device)
 
@@ -76,7 +80,7 @@ def _ndarray(device: FakeDevice) -> Any:
         ) -> None:
             nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
             if memptr is None:
-                memptr = Pointer(device.allocate(nbytes, device.current_stream()), 0)
+                memptr = allocated(device, nbytes)
             super().__init__(device, memptr.memory, shape, dtype, strides)
             self.data = memptr
 
@@ -151,17 +155,30 @@ def _cuda(device: FakeDevice) -> types.ModuleType:
         def __del__(self) -> None:
             del events[self.ptr]
 
-    @contextlib.contextmanager
-    def acting(index: int = 0) -> Iterator[None]:
-        assert index == 0
-        yield
+    runtime = _runtime(device, events)
+
+    class Device:
+        """CuPy's device."""
+
+        def __init__(self, index: int | None = None) -> None:
+            self.id: int = runtime.getDevice() if index is None else index
+
+        def use(self) -> None:
+            runtime.setDevice(self.id)
+
+        def __enter__(self) -> None:
+            self._before = runtime.getDevice()
+            self.use()
+
+        def __exit__(self, *error: Any) -> None:
+            runtime.setDevice(self._before)
 
     vars(cuda).update(
-        runtime=_runtime(device, events),
+        runtime=runtime,
         Event=Event,
-        Device=acting,
+        Device=Device,
         get_current_stream=lambda index=-1: types.SimpleNamespace(ptr=device.current_stream()),
-        alloc=lambda nbytes: Pointer(device.allocate(nbytes, device.current_stream()), 0),
+        alloc=lambda nbytes: allocated(device, nbytes),
         alloc_pinned_memory=device.allocate_pinned,
         UnownedMemory=Unowned,
         MemoryPointer=Pointer,
@@ -210,7 +227,17 @@ def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
             super().__init__(status)
             self.status = status
 
+    current = threading.local()  # CUDA's default is device 0
+    contexts: list[tuple[str, int]] = []
+
+    def set_device(index: int) -> None:
+        contexts.append((threading.current_thread().name, index))
+        current.device = index
+
     return types.SimpleNamespace(
+        contexts=contexts,  # a thread that makes a device current gives the process a context on it
+        setDevice=set_device,
+        getDevice=lambda: getattr(current, "device", 0),
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,
         eventRecord=lambda event, stream: device.record(events[event], stream),
@@ -219,7 +246,6 @@ def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
         eventSynchronize=lambda event: device.synchronize(events[event]),
         memcpyAsync=lambda target, source, n, kind, stream: device.copy(target, source, n, stream),
         deviceGetPCIBusId=lambda index: "0000:01:00.0",
-        getDevice=lambda: 0,
-        getDeviceCount=lambda: 1,
-        pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=0),
+        getDeviceCount=lambda: device.index + 1,
+        pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=device.index),
     )

@@ -191,6 +191,7 @@ def test_the_interface_of_a_strided_array(device: FakeDevice) -> None:
     ("changes", "error", "text"),
     [
         ({"mask": object()}, TypeError, "cannot take a masked array"),
+        ({"data": (0, False)}, TypeError, "this array of 24 bytes has no memory: its address is 0"),
         ({"typestr": ">f8"}, hvd.UnsupportedDtypeError, "'>f8' is not in this machine's byte order"),
     ],
 )
