@@ -17,7 +17,6 @@ All asynchronous work follows these rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -66,8 +65,8 @@ class Device(Protocol):
     def identity(self) -> str:
         """Return a text that is equal in two processes if, and only if, they use the same physical device."""
 
-    def acting(self) -> AbstractContextManager[None]:
-        """Make this the calling thread's current device inside the context."""
+    def take_thread(self) -> None:
+        """Make this the current device of the calling thread, one of pyhvd's own, until the thread ends."""
 
     def make_stream(self) -> Stream:
         """Return a new stream, which lives as long as this object; it ignores the default stream."""
@@ -205,7 +204,8 @@ class DeviceContext:
 
     @classmethod
     def open(cls, device: Device) -> DeviceContext:
-        """Return the context of a device, with a new stream."""
+        """Return the context of a device, with a new stream, for the calling thread; see ``take_thread``."""
+        device.take_thread()
         packer, why = None, ""
         try:
             packer = device.packer()

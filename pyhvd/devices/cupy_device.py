@@ -35,7 +35,13 @@ class CupyDevice:
         """Return the PCI bus id; instances of a partitioned GPU have the same."""
         return str(runtime.deviceGetPCIBusId(self.index))
 
-    def acting(self) -> AbstractContextManager[None]:
+    def take_thread(self) -> None:
+        # A context manager would make the old device current at its end. That is GPU 0 on a new thread, where
+        # each rank would then have a CUDA context, of some 500 MB.
+        runtime.setDevice(self.index)
+
+    def _acting(self) -> AbstractContextManager[None]:
+        """Make this the calling thread's current device inside the context."""
         if runtime.getDevice() == self.index:
             return _NO_CHANGE
         here: AbstractContextManager[None] = cupy.cuda.Device(self.index)
@@ -54,7 +60,7 @@ class CupyDevice:
             yield
 
     def make_stream(self) -> Stream:
-        with self.acting():
+        with self._acting():
             stream = cupy.cuda.Stream(non_blocking=True)
         self._streams.append(stream)
         return int(stream.ptr)
@@ -69,11 +75,11 @@ class CupyDevice:
 
     def make_event(self) -> Event:
         """Return a new event; a waiting thread sleeps."""
-        with self.acting():
+        with self._acting():
             return cupy.cuda.Event(block=True, disable_timing=True)
 
     def record(self, event: Event, stream: Stream) -> None:
-        with self.acting():  # stream 0 belongs to the current device
+        with self._acting():  # stream 0 belongs to the current device
             runtime.eventRecord(event.ptr, stream)
 
     def mark(self, stream: Stream) -> Event:
@@ -82,7 +88,7 @@ class CupyDevice:
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        with self.acting():
+        with self._acting():
             runtime.streamWaitEvent(stream, event.ptr)
 
     def has_passed(self, event: Event) -> bool:
@@ -101,7 +107,7 @@ class CupyDevice:
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
         try:
-            with self.acting():
+            with self._acting():
                 return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
         except runtime.CUDARuntimeError as exc:
             if exc.status != _NO_MEMORY:
@@ -120,7 +126,7 @@ class CupyDevice:
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy; CUDA finds the kind of memory by the addresses."""
         if nbytes:
-            with self.acting():
+            with self._acting():
                 runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
 
 

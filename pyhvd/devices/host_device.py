@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -23,8 +22,8 @@ class HostDevice:
     def identity(self) -> str:
         return ""
 
-    def acting(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def take_thread(self) -> None:
+        pass
 
     def make_stream(self) -> Stream:
         return 0

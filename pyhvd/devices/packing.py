@@ -49,8 +49,8 @@ class _Table(NamedTuple):
 class KernelPacker:
     """Packs and unpacks by kernels; see :class:`pyhvd.devices.base.Packer`. Not thread-safe.
 
-    ``compiler`` makes the kernels of a type in :meth:`load`, or when they are first needed; ``device`` is the
-    current one then.
+    ``compiler`` makes the kernels of a type in :meth:`load`, or when they are first needed. ``device`` is the
+    current one of the calling thread.
     """
 
     def __init__(self, device: Device, compiler: Compile) -> None:
@@ -60,9 +60,8 @@ class KernelPacker:
 
     def load(self) -> None:
         """Make the kernels of all types, so that no later call can fail for want of one."""
-        with self._device.acting():
-            for name in KERNEL_TYPES:
-                self._compile(name)
+        for name in KERNEL_TYPES:
+            self._compile(name)
 
     def pack(
         self,
@@ -105,16 +104,15 @@ class KernelPacker:
         if not tiles.blocks:
             return
         device = self._device
-        with device.acting():
-            launch = self._compile(name)
-            table = self._table(len(tiles.table), stream)
-            table.pinned[: len(tiles.table)] = tiles.table
-            device.copy(table.on_device.ptr, address(table.pinned), len(tiles.table), stream)
-            where = buffer + tiles.skipped, table.on_device.ptr, table.on_device.ptr + tiles.firsts
-            pointers = map(np.uint64, where)
-            arguments = (*pointers, np.int64(tiles.vectors), *last)
-            launch(f"pyhvd_{verb}_{tiles.suffix}", tiles.blocks, arguments, stream)
-            device.record(table.done, stream)
+        launch = self._compile(name)
+        table = self._table(len(tiles.table), stream)
+        table.pinned[: len(tiles.table)] = tiles.table
+        device.copy(table.on_device.ptr, address(table.pinned), len(tiles.table), stream)
+        where = buffer + tiles.skipped, table.on_device.ptr, table.on_device.ptr + tiles.firsts
+        pointers = map(np.uint64, where)
+        arguments = (*pointers, np.int64(tiles.vectors), *last)
+        launch(f"pyhvd_{verb}_{tiles.suffix}", tiles.blocks, arguments, stream)
+        device.record(table.done, stream)
 
     def _table(self, nbytes: int, stream: Stream) -> _Table:
         """Return memory that no queued kernel reads; the longest unused comes first."""

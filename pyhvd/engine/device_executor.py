@@ -90,13 +90,12 @@ class DeviceExecutor:
         self.busy = True
         self._keep_alive.sweep()
         context = self._settle(entries)
-        with context.device.acting():
-            _await_all(context, _distinct(entries))
-            carry_out = self._run.get(batch[0].request.type)
-            if carry_out is None or self.checked:
-                self._by_host(batch, entries)
-            else:
-                carry_out(self._backend(batch[0].process_set), batch, entries)
+        _await_all(context, _distinct(entries))
+        carry_out = self._run.get(batch[0].request.type)
+        if carry_out is None or self.checked:
+            self._by_host(batch, entries)
+        else:
+            carry_out(self._backend(batch[0].process_set), batch, entries)
 
     def look(self, now: float) -> float | None:
         """Release memory that the device no longer uses; return the time (monotonic s) of the next check.

@@ -96,8 +96,8 @@ class FakeDevice:
     def identity(self) -> str:
         return self._identity
 
-    def acting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def take_thread(self) -> None:
+        pass
 
     def make_stream(self) -> Stream:
         with self._lock:

@@ -274,8 +274,7 @@ class NcclBackend:
         if self._broken:
             raise TransportError(f"NCCL's communicator is gone: {self._broken}")
         try:
-            with self._device.acting():
-                yield
+            yield
         except Exception as exc:
             text = f"NCCL failed on {self._device.name}: {type(exc).__name__}: {exc}"
             self.abort(text)

@@ -105,8 +105,8 @@ def _connect(
 
     def connect() -> None:
         try:
-            with device.acting():
-                outcome.append(library.NcclCommunicator(size, made, rank))
+            device.take_thread()
+            outcome.append(library.NcclCommunicator(size, made, rank))
         except Exception as exc:
             outcome.append(exc)
 

@@ -25,18 +25,25 @@ OURS = [f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_arrays", "dlpa
 SEEDS = range(5)
 
 
-@pytest.fixture(params=SEEDS)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    fake = FakeDevice(seed=request.param)
-    cupy = make_cupy(fake)
+@contextlib.contextmanager
+def using_cupy(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Put a stand-in of CuPy, whose device this is, in the place of CuPy."""
+    cupy: Any = make_cupy(device)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     monkeypatch.setattr(array_libraries, "_libraries", {})
     for name in OURS:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield fake
+    yield cupy
     for name in OURS:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(params=SEEDS)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    fake = FakeDevice(seed=request.param)
+    with using_cupy(fake, monkeypatch):
+        yield fake
 
 
 def cupy_array(values: Any) -> Any:
@@ -233,6 +240,25 @@ def test_stream_0_is_that_of_the_device(device: FakeDevice) -> None:
     cuda_device(0).wait(0, event)
     cuda_device(0).copy(1, 2, 3, 0)
     assert seen == [[0], [0], [0]]
+
+
+def test_pyhvds_threads_make_no_context_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a thread's work its device must not become device 0, as CUDA's default is."""
+
+    def body() -> None:
+        cupy = sys.modules["cupy"]
+        cupy.cuda.Device(1).use()
+        for _ in range(2):
+            array = cupy_array(np.arange(100.0))
+            pair = hvd.grouped_allreduce([array, array], op=hvd.Sum, name="pair")
+            assert pair[1].get().tolist() == (2 * np.arange(100.0)).tolist()
+            view = cupy_array(np.arange(40.0)).strided()
+            assert hvd.allreduce_(view, op=hvd.Sum, name="z") is view
+
+    with using_cupy(FakeDevice(index=1), monkeypatch) as cupy:
+        on_ranks(body)
+        made = {index for thread, index in cupy.cuda.runtime.contexts if thread.startswith("pyhvd")}
+    assert made == {1}
 
 
 def test_targets_whose_elements_share_memory_are_refused(device: FakeDevice) -> None:
