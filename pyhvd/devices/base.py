@@ -305,12 +305,14 @@ class DeviceBackend(Protocol):
     4. There is no Adasum, which runs on the host.
     5. ``name`` begins the names of its phases (``NCCL_BCAST``); ``stream`` is the communication stream.
     6. ``sums_wide``: the sum of 16-bit floats is rounded once, not at each addition.
+    7. ``failure``: why queued work was aborted; empty if it was not. It is set before that work ends.
     """
 
     rank: int
     size: int
     name: str
     sums_wide: bool
+    failure: str
     stream: Stream
 
     def allreduce(
@@ -346,9 +348,9 @@ class DeviceBackend(Protocol):
         """
 
     def abort(self, why: str) -> None:
-        """End the queued work, so its events pass, and make later calls fail; not collective.
+        """Make later calls fail, begin to end the queued work, so its events pass, and return.
 
-        Any thread may call it.
+        Not collective; any thread may call it.
         """
 
     def close(self) -> None:

@@ -195,6 +195,7 @@ class FakeCommunicator:
         self._rank, self._device = rank, device
         self._numbers = itertools.count()
         self._pairs: dict[Any, itertools.count[int]] = {}
+        self._unended = 0
 
     # -- collectives, by the library's names ------------------------------------------------------------
 
@@ -232,9 +233,14 @@ class FakeCommunicator:
         self._called("send")
         key = self._pair(self._rank, peer)
 
+        def lay() -> None:
+            self._unended -= 1
+            self._gathering.lay(key, 0, _get(ptr, count, kind), 1)
+
         def start() -> list[Any]:
+            self._unended += 1
             self._gathering.event(key)
-            self._device.call(lambda: self._gathering.lay(key, 0, _get(ptr, count, kind), 1), stream)
+            self._device.call(lay, stream)
             return []
 
         self._library.put(start)
@@ -244,6 +250,7 @@ class FakeCommunicator:
         key = self._pair(peer, self._rank)
 
         def take() -> None:
+            self._unended -= 1
             if self._gathering.error:
                 return
             what = self._gathering.laid[key][0]
@@ -251,6 +258,7 @@ class FakeCommunicator:
             _put(ptr, what, kind)
 
         def start() -> list[Any]:
+            self._unended += 1
             event = self._gathering.event(key)
             return [
                 lambda: self._device._queue(stream, Wait(event, 1)),
@@ -271,6 +279,7 @@ class FakeCommunicator:
         self._gathering.abort()
 
     def destroy(self) -> None:
+        assert not self._unended, "a communicator is freed while the device works for it"
         self._whole.destroyed.append(self._rank)
 
     # -- how ------------------------------------------------------------------------------------------
@@ -288,6 +297,7 @@ class FakeCommunicator:
         gathering, rank, key = self._gathering, self._rank, next(self._numbers)
 
         def finish() -> None:
+            self._unended -= 1
             if gathering.error:
                 return
             parts = gathering.laid[key]
@@ -296,6 +306,7 @@ class FakeCommunicator:
             take([parts[r][1] for r in range(gathering.size)])
 
         def start() -> list[Any]:
+            self._unended += 1
             event = gathering.event(key)
             self._device.call(
                 lambda: gathering.lay(

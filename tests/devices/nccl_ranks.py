@@ -27,7 +27,8 @@ class ByHost:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.rank = self.size = self.stream = 0
-        self.name = ""
+        self.name = self.failure = ""
+        self.sums_wide = True
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: self.asked.append(name)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pyhvd.backends.gpu import nccl as nccl_backend
 from pyhvd.backends.gpu.nccl_init import Refused
 from pyhvd.dtypes import ReduceOp, ReduceSpec
 from pyhvd.errors import TransportError
-from tests.devices.fake_nccl import FakeNccl, NcclError
+from tests.devices.fake_nccl import FakeCommunicator, FakeNccl, NcclError
 from tests.devices.nccl_ranks import Rank, good, on_ranks
 
 # -- starting --------------------------------------------------------------------------------------------
@@ -138,6 +141,52 @@ def test_abort_ends_what_waits_for_a_rank_that_is_gone() -> None:
     good(on_ranks(2, work, nccl=nccl))
     assert nccl.aborted == [0]
     assert nccl.destroyed == []
+
+
+def test_an_abort_waits_for_the_call_that_another_thread_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL frees the communicator, so the call would use freed memory."""
+    inside, seen = threading.Event(), []
+
+    def check(comm: FakeCommunicator) -> None:
+        inside.set()
+        time.sleep(0.2)
+        inside.clear()
+
+    def abort(comm: FakeCommunicator) -> None:
+        seen.append(inside.is_set())
+
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", check)
+    monkeypatch.setattr(FakeCommunicator, "abort", abort)
+
+    def work(rank: Rank) -> None:
+        asking = threading.Thread(target=rank.nccl.check)
+        asking.start()
+        assert inside.wait(10)
+        rank.nccl.abort("rank 1 has been killed")
+        asking.join()
+        rank.nccl.close()
+
+    good(on_ranks(1, work))
+    assert seen == [False]
+
+
+def test_a_call_that_blocks_is_ended_by_the_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted = threading.Event()
+    monkeypatch.setattr(nccl_backend, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", lambda comm: aborted.wait(20))
+    monkeypatch.setattr(FakeCommunicator, "abort", lambda comm: aborted.set())
+
+    def work(rank: Rank) -> None:
+        asking = threading.Thread(target=rank.nccl.check)
+        asking.start()
+        while not rank.nccl._calling.locked():
+            time.sleep(0.01)
+        rank.nccl.abort("rank 1 has been killed")
+        asking.join(10)
+        assert not asking.is_alive()
+        rank.nccl.close()
+
+    good(on_ranks(1, work))
 
 
 def test_closing_gives_up_communicator_and_buffer() -> None:

@@ -32,8 +32,18 @@ from pyhvd.dtypes import Code, ReduceSpec
 from pyhvd.errors import TransportError
 from pyhvd.transport.fabric import PerRank
 
+ABORT_SECONDS = 4.0
+"""Seconds that a closing backend waits for the end of an abort."""
+
+CALL_SECONDS = 1.0
+"""Seconds after which a call of NCCL that has not returned counts as blocked."""
+
 KEPT = 128 * 1024 * 1024
 """Bytes; a larger buffer returns to the device's pool after use."""
+
+
+class _GoneError(TransportError):
+    """A call of a communicator that was aborted or closed."""
 
 
 @dataclass(eq=False)
@@ -41,7 +51,8 @@ class NcclBackend:
     """Runs agreed collectives by NCCL; implements :class:`pyhvd.devices.base.DeviceBackend`.
 
     Every failure aborts the communicator. That ends the queued work on this device and, over a network, on
-    the peers' devices; later calls fail at once.
+    the peers' devices; later calls fail at once. An abort runs on a thread of its own: NCCL may take seconds
+    for it, and may wait for the abort of another communicator of this device.
 
     Parameters
     ----------
@@ -55,6 +66,11 @@ class NcclBackend:
         NCCL.
     by_host : callable
         Makes the backend for the few reductions that NCCL lacks; called when one is first needed.
+
+    Attributes
+    ----------
+    failure : str
+        Why the communicator was aborted or closed.
     """
 
     name = "NCCL"
@@ -67,9 +83,12 @@ class NcclBackend:
     library: Library
     by_host: Callable[[], DeviceBackend]
     _buffer: Memory | None = None
-    _broken: str = ""
+    failure: str = ""
     # The watchdog's thread may abort while the runtime's thread closes.
     _ending: threading.Lock = field(default_factory=threading.Lock)
+    _aborting: threading.Thread | None = None
+    # Held while a thread is in a call of the communicator, which an abort would free.
+    _calling: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self, context: DeviceContext) -> None:
         assert context.packer is not None  # usable_version() raises an error for a device without a packer
@@ -245,36 +264,47 @@ class NcclBackend:
             self.comm.check_async_error()
 
     def abort(self, why: str) -> None:
-        """End the queued work, and make later calls fail; not collective.
+        """Make later calls fail, begin to end the queued work, and return; not collective.
 
         Any thread may call it, even while another thread is inside NCCL.
         """
-        if self._is_first_to_end(why):
-            with suppress(Exception):  # a failed communicator may raise its error again
-                self.comm.abort()
+        with self._ending:
+            if self.failure:
+                return
+            self.failure = why
+            self._aborting = threading.Thread(target=self._abort, name="pyhvd-nccl-abort", daemon=True)
+        self._aborting.start()
+
+    def _abort(self) -> None:
+        """Free the communicator when no thread is in a call of it; a call that blocks ends only by this."""
+        free = self._calling.acquire(timeout=CALL_SECONDS)
+        self._device.take_thread()
+        with suppress(Exception):  # a failed communicator may raise its error again
+            self.comm.abort()
+        if free:
+            self._calling.release()
 
     def close(self) -> None:
         """Free communicator and buffer; collective. Queued work must be done."""
         self._buffer = None
         if self._by_host.cache_info().currsize:
             self._by_host().close()
-        if self._is_first_to_end("it has been closed"):
-            self.comm.destroy()
-
-    def _is_first_to_end(self, why: str) -> bool:
-        """Return True to the first caller only, which must then end the communicator."""
         with self._ending:
-            first = not self._broken
-            if first:
-                self._broken = why
-        return first
+            first, self.failure = not self.failure, self.failure or "it has been closed"
+        if first:
+            self.comm.destroy()
+        elif self._aborting is not None:
+            self._aborting.join(ABORT_SECONDS)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        if self._broken:
-            raise TransportError(f"NCCL's communicator is gone: {self._broken}")
         try:
-            yield
+            with self._calling:
+                if self.failure:
+                    raise _GoneError(f"NCCL's communicator is gone: {self.failure}")
+                yield
+        except _GoneError:
+            raise
         except Exception as exc:
             text = f"NCCL failed on {self._device.name}: {type(exc).__name__}: {exc}"
             self.abort(text)

@@ -36,6 +36,7 @@ class StagedBackend:
 
     name = "STAGED"
     sums_wide = True
+    failure = ""
 
     def __init__(self, host: HostBackend, context: DeviceContext) -> None:
         self.rank, self.size, self.stream = host.rank, host.size, context.stream
