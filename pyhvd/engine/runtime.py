@@ -234,6 +234,11 @@ class Runtime:
         if self._fast_path is not None:
             self._fast_path.path.flush()
 
+    def synchronize_device(self, timeout: float) -> None:
+        """Wait for this rank's device; see :meth:`DeviceExecutor.synchronize`."""
+        self.check_may_wait()
+        self._executor.devices.synchronize(timeout)
+
     def tell_round(self, process_set: int, prefix: str) -> None:
         """Tell rank 0 that a thread has long waited in the round of a backward pass."""
         self._to_tell.append(StillInRound(PROTOCOL_VERSION, process_set, prefix))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 
@@ -68,6 +69,28 @@ def test_callers_get_their_errors_before_an_abort_ends(
 
     on_devices(1, body)
     assert waited == [True]
+
+
+def test_no_state_keeps_results_of_aborted_work(nccl: FakeNccl) -> None:
+    def body(device: PeerDevice) -> None:
+        warm_up(device)
+        state = hvd.elastic.ObjectState(step=1)
+        held_up = device.hold_up(device.current_stream()) if hvd.rank() == 1 else None
+        hvd.allreduce(fake_array(device, ONES), name="x")  # returns: the work is queued
+        with pytest.raises(TimeoutError, match=r"cuda:0 has not ended its work on 'x' within 0\.01 s"):
+            hvd.device_synchronize(0.01)
+        state.step = 2
+        nccl.fails_at = {1: "broadcast from 0"}
+        with contextlib.suppress(hvd.HorovodInternalError):
+            hvd.broadcast(fake_array(device, ONES), 0, name="y")
+        if held_up is not None:
+            held_up()
+        with pytest.raises(hvd.HorovodInternalError, match="results may be wrong"):
+            state.save()
+        state.restore()
+        assert state.step == 1
+
+    on_devices(2, body)
 
 
 def test_the_communicators_of_all_sets_are_aborted_at_the_same_time(
