@@ -223,8 +223,14 @@ class DeviceExecutor:
 
     def _backend(self, set_id: int) -> DeviceBackend:
         if set_id not in self._opened:
-            self._opened[set_id] = open_backend(self.backends[set_id], self._here, self.sets[set_id])
+            members = self.sets[set_id]
+            look = partial(self._why_give_up, [rank for rank in members if rank != self.where.rank])
+            self._opened[set_id] = open_backend(self.backends[set_id], self._here, members, look)
         return self._opened[set_id]
+
+    def _why_give_up(self, others: Sequence[int]) -> str:
+        """Return why this rank shall not wait for these ranks any more; empty if it may."""
+        return self._aborted or next(filter(None, map(self.where.describe_ended, others)), "")
 
     # -- the verbs -----------------------------------------------------------------------------------
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pyhvd.backends.gpu import nccl as nccl_backend
-from pyhvd.backends.gpu.nccl_init import Refused
+from pyhvd.backends.gpu.nccl_init import Refused, open_nccl
+from pyhvd.devices.base import DeviceContext
 from pyhvd.dtypes import ReduceOp, ReduceSpec
 from pyhvd.errors import TransportError
-from tests.devices.fake_nccl import FakeCommunicator, FakeNccl, NcclError
+from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
+from tests.devices.fake_nccl import FakeCommunicator, FakeNccl, NcclError, PeerDevice
 from tests.devices.nccl_ranks import Rank, good, on_ranks
 
 # -- starting --------------------------------------------------------------------------------------------
@@ -61,6 +64,35 @@ def test_no_id_is_no_communicator() -> None:
     assert {str(result) for result in results} == {
         "rank 0 of the set: OSError: libnccl.so.2: cannot open shared object file"
     }
+
+
+def test_connecting_ends_when_a_rank_is_lost_and_what_connects_later_is_aborted() -> None:
+    asked, released, aborted = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(FakeNccl):
+        def NcclCommunicator(self, size: int, made: Any, rank: int) -> Any:  # noqa: N802
+            asked.set()
+            assert released.wait(20)
+            return types.SimpleNamespace(abort=aborted.set)
+
+    def why() -> str:
+        return "rank 1 has ended" if asked.is_set() else ""
+
+    fabric, device = ThreadFabric(ThreadGroup(1, 30.0), 0), PeerDevice()
+    context = DeviceContext(device, 0, device)
+    with pytest.raises(TransportError, match="connecting the ranks by NCCL was given up: rank 1 has ended"):
+        open_nccl(fabric, context, _with_ids(Slow()), _never, 30.0, why)
+    released.set()
+    assert aborted.wait(10)
+
+
+def _with_ids(library: Any) -> Any:
+    library.get_unique_id = library.new_id
+    return library
+
+
+def _never() -> Any:
+    raise AssertionError
 
 
 # -- failing ---------------------------------------------------------------------------------------------

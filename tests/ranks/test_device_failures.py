@@ -11,8 +11,9 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.testing import RanksFailed
+from tests.devices import fake_nccl
 from tests.devices.fake import fake_array
-from tests.devices.fake_nccl import FakeCommunicator, FakeNccl, PeerDevice
+from tests.devices.fake_nccl import FakeCommunicator, FakeNccl, NcclError, PeerDevice
 from tests.ranks.test_devices_by_nccl import nccl, on_devices
 
 __all__ = ["nccl"]
@@ -45,6 +46,24 @@ def test_a_device_that_never_ends_is_reported_and_ends_the_job(
         on_devices(2, body, stall_check_time_seconds=0.2, stall_shutdown_time_seconds=0.2)
     assert ended.is_set()
     assert any("has waited for 'stuck on its device'" in str(error) for error in caught.value.errors.values())
+
+
+def test_the_shutdown_time_ends_connecting(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def connect(*_: object) -> None:
+        released.wait(20)
+        raise NcclError("NCCL_ERROR_SYSTEM_ERROR: too late")
+
+    monkeypatch.setattr(fake_nccl._Rank, "NcclCommunicator", connect)
+
+    def body(device: PeerDevice) -> None:
+        with pytest.raises(hvd.HorovodInternalError, match="has waited for 'x' for"):
+            hvd.allreduce(fake_array(device, ONES), name="x")
+
+    on_devices(2, body, stall_check_time_seconds=0.2, stall_shutdown_time_seconds=0.2)
+    assert {"pyhvd-0", "pyhvd-1"}.isdisjoint(thread.name for thread in threading.enumerate())
+    released.set()
 
 
 def test_callers_get_their_errors_before_an_abort_ends(

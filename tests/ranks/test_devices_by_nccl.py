@@ -34,8 +34,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
     monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
 
-    def open_peer(fabric: Fabric, context: DeviceContext, whole: FakeNccl, by_host: Any) -> NcclBackend:
-        return open_nccl(fabric, context, whole.rank(cast(PeerDevice, context.device)), by_host)
+    def open_peer(
+        fabric: Fabric, context: DeviceContext, whole: FakeNccl, by_host: Any, **options: Any
+    ) -> NcclBackend:
+        return open_nccl(fabric, context, whole.rank(cast(PeerDevice, context.device)), by_host, **options)
 
     for module in (nccl_init, select):
         monkeypatch.setattr(module, "load_library", lambda: library)

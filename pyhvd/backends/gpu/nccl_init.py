@@ -6,7 +6,9 @@ All ranks of a set use NCCL, or none does: each rank learns of every rank's erro
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import msgspec
@@ -15,10 +17,14 @@ from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
 from pyhvd.common.text import list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
+from pyhvd.errors import TransportError
 from pyhvd.transport.fabric import Fabric, allgather_bytes, decode_from
 
 CONNECT_S = 120.0
 """Time limit for connecting, in seconds: NCCL has none, so it would wait for a missing rank forever."""
+
+LOOK_S = 0.05
+"""Seconds between two looks whether connecting shall be given up."""
 
 ERROR_LENGTH = 512
 """Most characters of an error that ranks tell each other."""
@@ -47,6 +53,7 @@ def open_nccl(
     library: Library,
     by_host: Callable[[], DeviceBackend],
     timeout: float = CONNECT_S,
+    why_give_up: Callable[[], str] = str,
 ) -> NcclBackend:
     """Connect the ranks of a process set by NCCL; collective over the set.
 
@@ -58,9 +65,13 @@ def open_nccl(
         As for :class:`NcclBackend`.
     timeout : float
         Time limit in seconds.
+    why_give_up : callable
+        Returns why connecting shall be given up; empty as long as it shall not.
 
     Raises
     ------
+    TransportError
+        Connecting was given up.
     Refused
         Connecting failed on some rank; raised on all ranks, and no rank holds a communicator.
     """
@@ -70,7 +81,9 @@ def open_nccl(
     comm: Any = None
     error = ""
     try:
-        comm = _connect(library, context.device, fabric.size, made, fabric.rank, timeout)
+        comm = _connect(library, context.device, fabric.size, made, fabric.rank, timeout, why_give_up)
+    except TransportError:
+        raise
     except Exception as exc:
         error = _text_of(exc)
     texts = [text.decode() for text in allgather_bytes(fabric, error.encode())]
@@ -95,29 +108,42 @@ def _broadcast_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] |
 
 
 def _connect(
-    library: Library, device: Device, size: int, made: bytes | tuple[int, ...], rank: int, timeout: float
+    library: Library,
+    device: Device,
+    size: int,
+    made: bytes | tuple[int, ...],
+    rank: int,
+    timeout: float,
+    why_give_up: Callable[[], str],
 ) -> Any:
     """Return a communicator.
 
     A thread of its own connects: NCCL waits for all ranks, and has no time limit.
     """
-    outcome: list[Any] = []
+    outcome: Future[Any] = Future()
 
     def connect() -> None:
+        comm = failure = None
         try:
             device.take_thread()
-            outcome.append(library.NcclCommunicator(size, made, rank))
+            comm = library.NcclCommunicator(size, made, rank)
         except Exception as exc:
-            outcome.append(exc)
+            failure = exc
+        if outcome.set_running_or_notify_cancel():
+            outcome.set_result(comm) if failure is None else outcome.set_exception(failure)
+        elif comm is not None:  # connecting was given up
+            comm.abort()
 
-    thread = threading.Thread(target=connect, name="pyhvd-nccl-connect", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if not outcome:
-        raise TimeoutError(f"NCCL has not connected the ranks within {timeout:g} s")
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
+    threading.Thread(target=connect, name="pyhvd-nccl-connect", daemon=True).start()
+    until = time.monotonic() + timeout
+    while not outcome.done():
+        wait([outcome], LOOK_S)
+        why = why_give_up()
+        if (why or time.monotonic() > until) and outcome.cancel():
+            if why:
+                raise TransportError(f"connecting the ranks by NCCL was given up: {why}")
+            raise TimeoutError(f"NCCL has not connected the ranks within {timeout:g} s")
+    return outcome.result()
 
 
 def _text_of(exc: Exception) -> str:
