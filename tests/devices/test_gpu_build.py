@@ -120,7 +120,10 @@ def _cupy(tmp_path_factory: pytest.TempPathFactory) -> None:
     functions = re.findall(r"\bU (nccl\w+)", listed.stdout)
     assert functions
     folder = tmp_path_factory.mktemp("nccl")
-    (folder / "nccl.c").write_text("\n".join(f"int {name}(void) {{ return 0; }}" for name in functions))
+    kinds = {name: "const char *" if name == "ncclGetErrorString" else "int" for name in functions}
+    values = {"int": "0", "const char *": '"a text"'}
+    code = [f"{kind} {name}(void) {{ return {values[kind]}; }}" for name, kind in kinds.items()]
+    (folder / "nccl.c").write_text("\n".join(code))
     library = folder / "libnccl.so.2"
     command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "nccl.c", "-o", str(library)]
     subprocess.run(command, cwd=folder, check=True)
@@ -164,3 +167,15 @@ def test_cupy_takes_pyhvds_streams_without_a_warning() -> None:
 def test_no_name_that_is_used_is_deprecated() -> None:
     documented = {name: getattr(pkgutil.resolve_name(name), "__doc__", None) for name in names_used()}
     assert [name for name, text in documented.items() if ".. deprecated::" in (text or "")] == []
+
+
+@needs_cupy
+@pytest.mark.usefixtures("_cupy")
+@pytest.mark.parametrize(("code", "text"), [(6, "NCCL_ERROR_REMOTE_ERROR"), (7, "code 7"), (8, "code 8")])
+def test_each_of_nccls_codes_is_described(code: int, text: str) -> None:
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    try:
+        failure: Exception = nccl.NcclError(code)
+    except Exception as exc:
+        failure = exc
+    assert text in nccl_bindings.describe_failure(failure)

@@ -130,6 +130,19 @@ def test_a_call_that_fails_aborts_the_communicator_and_the_others_learn_of_it() 
     assert sorted(nccl.aborted) == [0, 1]
 
 
+def test_a_code_that_cupy_does_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_progress(comm: FakeCommunicator) -> None:
+        raise KeyError(7)  # of the names in CuPy's NcclError
+
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", in_progress)
+
+    def work(rank: Rank) -> None:
+        with pytest.raises(TransportError, match=r"^NCCL failed on cuda:0: NCCL's code 7$"):
+            rank.nccl.check()
+
+    good(on_ranks(1, work))
+
+
 def test_a_group_that_fails_is_ended() -> None:
     nccl = FakeNccl()
     nccl.fails_at = {0: "recv"}

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.backends.gpu.nccl_bindings import Library, Terms, reduction
+from pyhvd.backends.gpu.nccl_bindings import Library, Terms, describe_failure, reduction
 from pyhvd.backends.host import shares_of
 from pyhvd.devices.base import DeviceBackend, DeviceContext, DeviceView, DeviceViews, Memory, Span
 from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
@@ -306,7 +306,7 @@ class NcclBackend:
         except _GoneError:
             raise
         except Exception as exc:
-            text = f"NCCL failed on {self._device.name}: {type(exc).__name__}: {exc}"
+            text = f"NCCL failed on {self._device.name}: {describe_failure(exc)}"
             self.abort(text)
             raise TransportError(text) from exc
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pyhvd.backends.gpu.nccl import NcclBackend
-from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
+from pyhvd.backends.gpu.nccl_bindings import Library, describe_failure, load_library, version_text
 from pyhvd.common.text import list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
 from pyhvd.errors import TransportError
@@ -148,5 +148,5 @@ def _connect(
 
 def _text_of(exc: Exception) -> str:
     """Return an error as text that UTF-8 can encode, cut to :data:`ERROR_LENGTH`."""
-    text = f"{type(exc).__name__}: {exc}"[:ERROR_LENGTH]
+    text = describe_failure(exc)[:ERROR_LENGTH]
     return text.encode("utf-8", "backslashreplace").decode()
