@@ -17,12 +17,13 @@ All asynchronous work follows these rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from pyhvd.arrays import Bytes
+from pyhvd.devices.fusion_buffer import FusionBuffer
 from pyhvd.devices.pack_plan import Words
 from pyhvd.dtypes import Code, DtypeInfo, ReduceOp, ReduceSpec
 
@@ -181,9 +182,9 @@ class Packer(Protocol):
         """Queue one kernel that does the reverse of :meth:`pack`; skip targets of address 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceContext:
-    """This rank's device and its streams.
+    """This rank's device, its stream and its fusion buffer.
 
     Attributes
     ----------
@@ -195,12 +196,18 @@ class DeviceContext:
         Packs many tensors by one kernel.
     no_packer : str
         Why there is no packer.
+    buffer : FusionBuffer
+        Where tensors are packed.
     """
 
     device: Device
     stream: Stream
     packer: Packer | None
     no_packer: str = ""
+    buffer: FusionBuffer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.buffer = FusionBuffer(self.device, self.stream)
 
     @classmethod
     def open(cls, device: Device) -> DeviceContext:
@@ -315,10 +322,19 @@ class DeviceBackend(Protocol):
     failure: str
     stream: Stream
 
+    def allreduce_room(self, counts: Sequence[int], spec: ReduceSpec, *, joined: bool) -> int:
+        """Return the bytes of the fusion buffer that an allreduce takes; the same on all ranks.
+
+        ``joined``: some rank has joined.
+        """
+
     def allreduce(
         self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         """Reduce fused tensors; ``counts`` are elements."""
+
+    def reducescatter_room(self, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec, *, joined: bool) -> int:
+        """Return the bytes of the fusion buffer that a reducescatter takes, as for an allreduce."""
 
     def reducescatter(
         self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec

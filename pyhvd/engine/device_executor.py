@@ -27,11 +27,12 @@ from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.text import list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext, DeviceView, Memory, Span, Stream
+from pyhvd.devices.fusion_buffer import KEPT
 from pyhvd.devices.host_device import HostDevice
 from pyhvd.devices.pending import POLL_SECONDS, DeviceWork, PendingArray, Queued
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import BY_CODE, Code
-from pyhvd.engine.plans import Entries, Shape, allocate, as_splits, gathered
+from pyhvd.engine.plans import Entries, Shape, allocate, as_splits, gathered, have_memory
 from pyhvd.errors import HorovodInternalError, InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
 from pyhvd.observe.hang_reporter import RankLocations
@@ -80,6 +81,7 @@ class DeviceExecutor:
     def __post_init__(self) -> None:
         self._device_context: DeviceContext | None = None
         self._opened: dict[int, DeviceBackend] = {}
+        self._reserved: dict[int, int] = {}  # bytes of the fusion buffer that all ranks of a set have
         self.work = DeviceWork()
         self.busy = False  # whether the device may still do work
         self._aborted = ""
@@ -151,12 +153,14 @@ class DeviceExecutor:
         if set_id in self._opened:
             self._finish()
             self._opened.pop(set_id).close()
+            self._reserved.pop(set_id, None)
 
     def close(self) -> None:
         """Close the backends, in the order of their sets, as :meth:`close_set` does; collective."""
         self._finish()
         for set_id in sorted(self._opened):
             self._opened.pop(set_id).close()
+        self._device_context = None  # its buffer returns to the device's pool
 
     def abort(self, why: str) -> None:
         """Begin to abort the device's waits for other ranks: a rank has failed.
@@ -237,6 +241,9 @@ class DeviceExecutor:
     def _allreduce(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
         spec = batch[0].request.reduce_spec(backend.size, sums_wide=backend.sums_wide)
         counts = [math.prod(r.request.shape) for r in batch]
+        room = backend.allreduce_room(counts, spec, joined=bool(batch[0].joined))
+        if not self._reserve(room, batch, entries):
+            return
         with self.hooks.phase(f"{backend.name}_ALLREDUCE"):
             backend.allreduce(_sources(entries), _targets(entries), counts, spec)
         self._deliver(backend.stream, entries, _targets(entries))
@@ -244,6 +251,9 @@ class DeviceExecutor:
     def _reducescatter(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
         spec = batch[0].request.reduce_spec(backend.size, sums_wide=backend.sums_wide)
         shapes = [r.request.shape for r in batch]
+        room = backend.reducescatter_room(shapes, spec, joined=bool(batch[0].joined))
+        if not self._reserve(room, batch, entries):
+            return
         with self.hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
         self._deliver(backend.stream, entries, _targets(entries))
@@ -333,6 +343,24 @@ class DeviceExecutor:
     def _here(self) -> DeviceContext:
         assert self._device_context is not None
         return self._device_context
+
+    def _reserve(self, nbytes: int, batch: list[Response], entries: Entries) -> bool:
+        """Return whether all ranks have a fusion buffer of this size; else fail the entries on all ranks.
+
+        The ranks agree each time that a set needs more than before, so that none can fail later.
+        """
+        set_id = batch[0].process_set
+        if nbytes <= self._reserved.get(set_id, 0):
+            return True
+        failure: MemoryError | None = None
+        try:
+            self._here.buffer.reserve(nbytes)
+        except MemoryError as exc:
+            failure = exc
+        what = [f"a fusion buffer of {nbytes} bytes"] * len(batch)
+        ok = have_memory(self.backends[set_id], batch, entries, what, self.sets[set_id], failure)
+        self._reserved[set_id] = nbytes if ok and nbytes <= KEPT else 0
+        return ok
 
     def _allocate(
         self, batch: list[Response], entries: Entries, shapes: Sequence[Shape]

@@ -43,9 +43,9 @@ class Rank:
         self.stream: Stream = self.device.make_stream()
         fabric = ThreadFabric(group, rank)
         library = nccl.rank(self.device)
-        self.by_host = ByHost()
-        context = DeviceContext(self.device, self.stream, self.device)
-        self.nccl: NcclBackend = open_nccl(fabric, context, library, lambda: self.by_host, timeout)
+        self.by_host: Any = ByHost()
+        self.context = DeviceContext(self.device, self.stream, self.device)
+        self.nccl: NcclBackend = open_nccl(fabric, self.context, library, lambda: self.by_host, timeout)
 
     def array(self, values: Any, shift: int = 0) -> DeviceView:
         """Put values on the device, ``shift`` elements after a multiple of 256 bytes."""

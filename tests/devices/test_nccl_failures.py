@@ -244,6 +244,7 @@ def test_closing_gives_up_communicator_and_buffer() -> None:
         rank.nccl.close()
         with pytest.raises(TransportError, match="it has been closed"):
             rank.nccl.check()
+        rank.context.buffer.free()
         return rank.device.allocated - before
 
     nccl = FakeNccl()

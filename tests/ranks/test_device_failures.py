@@ -168,3 +168,24 @@ def test_shutdown_does_not_wait_for_a_device_without_limit(
     text = "shutting down did not end well: cuda:0 has not ended its work on 'x' in time"
     assert [record.getMessage() for record in caplog.records].count(text) == 2
     assert sorted(nccl.destroyed) == []
+
+
+@pytest.mark.parametrize("way", ["NCCL", "the host", "NCCL, scattered"])
+def test_no_memory_for_a_fusion_buffer_on_one_rank(nccl: FakeNccl, way: str) -> None:
+    """Every rank gets an error for these tensors, and the ranks go on."""
+    verb = hvd.grouped_reducescatter if "scattered" in way else hvd.grouped_allreduce
+
+    def body(device: PeerDevice) -> None:
+        warm_up(device)
+        pair = [fake_array(device, np.ones(6400, np.float32)) for _ in range(2)]
+        hvd.barrier()
+        outputs = 2 * 6400 * 4 // (2 if "scattered" in way else 1)
+        device.limit = device.allocated + (outputs if hvd.rank() == 1 else 1 << 20)
+        text = r"no memory for a fusion buffer of \d+ bytes on rank 1"
+        with pytest.raises(hvd.RankFailedError, match=text):
+            verb(pair, op=hvd.Sum, name="x")
+        device.limit = 1 << 30
+        results = hvd.grouped_allreduce(pair, op=hvd.Sum, name="x")
+        assert [each.get().sum() for each in results] == [2 * 6400] * 2
+
+    on_devices(2, body, shared=way == "the host")

@@ -26,7 +26,7 @@ import numpy as np
 
 from pyhvd.backends.gpu.nccl_bindings import Library, Terms, describe_failure, reduction
 from pyhvd.backends.host import shares_of
-from pyhvd.devices.base import DeviceBackend, DeviceContext, DeviceView, DeviceViews, Memory, Span
+from pyhvd.devices.base import DeviceBackend, DeviceContext, DeviceView, DeviceViews, Span
 from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
 from pyhvd.dtypes import Code, ReduceSpec
 from pyhvd.errors import TransportError
@@ -37,9 +37,6 @@ ABORT_SECONDS = 4.0
 
 CALL_SECONDS = 1.0
 """Seconds after which a call of NCCL that has not returned counts as blocked."""
-
-KEPT = 128 * 1024 * 1024
-"""Bytes; a larger buffer returns to the device's pool after use."""
 
 
 class _GoneError(TransportError):
@@ -82,7 +79,6 @@ class NcclBackend:
     context: InitVar[DeviceContext]
     library: Library
     by_host: Callable[[], DeviceBackend]
-    _buffer: Memory | None = None
     failure: str = ""
     # The watchdog's thread may abort while the runtime's thread closes.
     _ending: threading.Lock = field(default_factory=threading.Lock)
@@ -92,12 +88,16 @@ class NcclBackend:
 
     def __post_init__(self, context: DeviceContext) -> None:
         assert context.packer is not None  # usable_version() raises an error for a device without a packer
-        self.stream = context.stream
+        self.stream, self._room = context.stream, context.buffer.room
         self._device, self._packer = context.device, context.packer
         self._byte = self.library.NCCL_UINT8
         self._by_host = functools.cache(self.by_host)
 
     # -- reductions ----------------------------------------------------------------------------------
+
+    def allreduce_room(self, counts: Sequence[int], spec: ReduceSpec, *, joined: bool) -> int:
+        packs = len(counts) > 1 or joined
+        return lay_out(counts, spec.info.itemsize)[1] * spec.info.itemsize if packs else 0
 
     def allreduce(
         self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
@@ -126,6 +126,14 @@ class NcclBackend:
                 self._pack(buffer, offsets, _addresses(sources), counts, spec)
                 self._reduce(self.comm.allReduce, buffer, buffer, total, terms)
                 self._unpack(buffer, offsets, targets, counts, spec)
+
+    def reducescatter_room(self, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec, *, joined: bool) -> int:
+        parts, _ = shares_of(shapes, self.size)
+        blocks = [max(part) for part in parts]
+        if len(shapes) == 1 and not joined and spec.prescale == 1.0:
+            return 0
+        total = lay_out(blocks, spec.info.itemsize)[1] * self.size
+        return (total + lay_out(blocks[:1], spec.info.itemsize)[1]) * spec.info.itemsize
 
     def reducescatter(
         self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
@@ -285,8 +293,7 @@ class NcclBackend:
             self._calling.release()
 
     def close(self) -> None:
-        """Free communicator and buffer; collective. Queued work must be done."""
-        self._buffer = None
+        """Free the communicator; collective. Queued work must be done."""
         if self._by_host.cache_info().currsize:
             self._by_host().close()
         with self._ending:
@@ -322,21 +329,7 @@ class NcclBackend:
             raise
         self.library.groupEnd()
 
-    # -- memory ----------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _room(self, nbytes: int) -> Iterator[int]:
-        """Yield the address of memory for the communication stream's work; 0 if ``nbytes`` is 0."""
-        memory = self._buffer
-        if not nbytes:
-            yield 0
-            return
-        if memory is None or memory.nbytes < nbytes:
-            self._buffer = None  # free the old one first
-            memory = self._device.allocate(nbytes, self.stream)
-            if nbytes <= KEPT:
-                self._buffer = memory
-        yield memory.ptr
+    # -- packing ---------------------------------------------------------------------------------------
 
     @staticmethod
     def _is_direct(sources: DeviceViews, targets: DeviceViews, spec: ReduceSpec) -> bool:
