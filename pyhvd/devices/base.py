@@ -67,7 +67,10 @@ class Device(Protocol):
         """Return a text that is equal in two processes if, and only if, they use the same physical device."""
 
     def take_thread(self) -> None:
-        """Make this the current device of the calling thread, one of pyhvd's own, until the thread ends."""
+        """Make this the current device of the calling thread, one of pyhvd's own, until the thread ends.
+
+        The thread's calls do not invalidate captures of graphs on other threads.
+        """
 
     def make_stream(self) -> Stream:
         """Return a new stream, which lives as long as this object; it ignores the default stream."""
@@ -80,6 +83,9 @@ class Device(Protocol):
         ValueError
             It is CUDA's per-thread default stream.
         """
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Return whether work queued on a stream becomes part of a graph, and does not run."""
 
     def make_event(self) -> Event:
         """Return a new event; an event that is not recorded counts as passed."""

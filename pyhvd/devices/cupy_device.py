@@ -14,6 +14,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from pyhvd.arrays import Bytes
+from pyhvd.devices import cuda_driver
 from pyhvd.devices.base import Event, Memory, Packer, Stream
 from pyhvd.devices.pack_plan import THREADS
 from pyhvd.devices.packing import KERNELS, Argument, KernelPacker, Launch
@@ -39,6 +40,7 @@ class CupyDevice:
         # A context manager would make the old device current at its end. That is GPU 0 on a new thread, where
         # each rank would then have a CUDA context, of some 500 MB.
         runtime.setDevice(self.index)
+        cuda_driver.relax_captures()
 
     def _acting(self) -> AbstractContextManager[None]:
         """Make this the calling thread's current device inside the context."""
@@ -73,6 +75,10 @@ class CupyDevice:
         origin = cupy.cuda.get_current_stream(self.index)
         return stream_of(int(origin.ptr), "CuPy's current stream"), origin
 
+    def is_capturing(self, stream: Stream) -> bool:
+        with self._acting():
+            return bool(runtime.streamIsCapturing(stream))
+
     def make_event(self) -> Event:
         """Return a new event; a waiting thread sleeps."""
         with self._acting():
@@ -92,7 +98,7 @@ class CupyDevice:
             runtime.streamWaitEvent(stream, event.ptr)
 
     def has_passed(self, event: Event) -> bool:
-        status = runtime.eventQuery(event.ptr)
+        status = cuda_driver.query_event(event.ptr)
         if status not in (0, _NOT_READY):
             raise runtime.CUDARuntimeError(status)
         return bool(status == 0)

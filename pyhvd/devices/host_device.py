@@ -31,6 +31,9 @@ class HostDevice:
     def current_stream(self) -> Stream:
         return 0
 
+    def is_capturing(self, stream: Stream) -> bool:  # noqa: ARG002 - the protocol's
+        return False
+
     def make_event(self) -> Event:
         return None
 

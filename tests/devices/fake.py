@@ -88,6 +88,7 @@ class FakeDevice:
         self.allocated = 0
         self.limit = 1 << 62
         self.packs = True
+        self.capturing: set[Stream] = set()
         self.synchronized = 0
         self.reclaimed: set[int] = set()
 
@@ -107,6 +108,9 @@ class FakeDevice:
 
     def current_stream(self) -> Stream:
         return getattr(self._here, "stream", 0)
+
+    def is_capturing(self, stream: Stream) -> bool:
+        return stream in self.capturing
 
     def make_event(self) -> FakeEvent:
         return FakeEvent()

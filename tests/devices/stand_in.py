@@ -182,6 +182,7 @@ def _cuda(device: FakeDevice) -> types.ModuleType:
         alloc_pinned_memory=device.allocate_pinned,
         UnownedMemory=Unowned,
         MemoryPointer=Pointer,
+        driver=_driver(device, events),
         **_streams(device),
     )
     module: types.ModuleType = cuda
@@ -219,6 +220,25 @@ def _streams(device: FakeDevice) -> dict[str, Any]:
     return {"Stream": Stream}
 
 
+def _driver(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
+    """Return the driver's library; it notes which threads would invalidate other threads' captures."""
+    relaxed: set[int] = set()
+    strict: list[str] = []
+
+    def exchange(mode: Any) -> None:
+        assert mode._obj.value == 2
+        relaxed.add(threading.get_ident())
+
+    def query(event: Any) -> int:
+        if threading.get_ident() not in relaxed:
+            strict.append(threading.current_thread().name)
+        return 0 if device.has_passed(events[event.value]) else 600
+
+    return types.SimpleNamespace(
+        cuThreadExchangeStreamCaptureMode=exchange, cuEventQuery=query, strict=strict
+    )
+
+
 def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
     class CUDARuntimeError(RuntimeError):
         """CuPy's error."""
@@ -242,7 +262,7 @@ def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
         CUDARuntimeError=CUDARuntimeError,
         eventRecord=lambda event, stream: device.record(events[event], stream),
         streamWaitEvent=lambda stream, event: device.wait(stream, events[event]),
-        eventQuery=lambda event: 0 if device.has_passed(events[event]) else 600,
+        streamIsCapturing=device.is_capturing,
         eventSynchronize=lambda event: device.synchronize(events[event]),
         memcpyAsync=lambda target, source, n, kind, stream: device.copy(target, source, n, stream),
         deviceGetPCIBusId=lambda index: "0000:01:00.0",

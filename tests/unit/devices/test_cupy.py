@@ -12,7 +12,7 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.backends.gpu.nccl_init import usable_version
-from pyhvd.devices import array_libraries
+from pyhvd.devices import array_libraries, cuda_driver
 from pyhvd.devices.array_libraries import adopt
 from pyhvd.devices.base import DeviceContext, DeviceView
 from pyhvd.dtypes import Code, ReduceOp
@@ -31,6 +31,7 @@ def using_cupy(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     cupy: Any = make_cupy(device)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    monkeypatch.setattr(cuda_driver, "driver", lambda: cupy.cuda.driver)
     monkeypatch.setattr(array_libraries, "_libraries", {})
     for name in OURS:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -261,6 +262,33 @@ def test_pyhvds_threads_make_no_context_on_another_device(monkeypatch: pytest.Mo
     assert made == {1}
 
 
+def test_a_capturing_stream_is_refused(device: FakeDevice) -> None:
+    stream = device.make_stream()
+
+    def body() -> None:
+        array = cupy_array(np.ones(4))
+        handle = hvd.allreduce_async(array, op=hvd.Sum, name="x")
+        handle.wait()
+        with device.using(stream):
+            for call in (handle.result, lambda: hvd.allreduce(array), lambda: hvd.allreduce_(array)):
+                with pytest.raises(RuntimeError, match=r"captures a CUDA graph, .* outside of the capture"):
+                    call()
+        assert handle.result().get().tolist() == [1.0] * 4
+
+    device.capturing.add(stream)
+    run_ranks(1, body)
+    assert not device._streams[stream], "nothing became part of the graph"
+
+
+def test_pyhvds_threads_invalidate_no_capture(device: FakeDevice) -> None:
+    def body() -> None:
+        array = cupy_array(np.ones(1000))
+        hvd.grouped_allreduce([array, array], op=hvd.Sum, name="x")
+
+    on_ranks(body)
+    assert sys.modules["cupy"].cuda.driver.strict == []
+
+
 def test_targets_whose_elements_share_memory_are_refused(device: FakeDevice) -> None:
     array = Interface(device, np.ones(3), shape=(2, 3), strides=(0, 8))
     assert adopt(array).shape == (2, 3)
@@ -332,7 +360,7 @@ def test_a_device_that_reports_an_error(device: FakeDevice) -> None:
     assert cuda_device(0) is cuda_device(0)
     assert cuda_device(0).identity() == "0000:01:00.0"
     assert count_devices() == 1
-    runtime.eventQuery = lambda event: 719
+    sys.modules["cupy"].cuda.driver.cuEventQuery = lambda event: 719
     with pytest.raises(runtime.CUDARuntimeError):
         cuda_device(0).has_passed(cuda_device(0).make_event())
 
