@@ -270,7 +270,12 @@ def test_a_capturing_stream_is_refused(device: FakeDevice) -> None:
         handle = hvd.allreduce_async(array, op=hvd.Sum, name="x")
         handle.wait()
         with device.using(stream):
-            for call in (handle.result, lambda: hvd.allreduce(array), lambda: hvd.allreduce_(array)):
+            calls: tuple[Callable[[], Any], ...] = (
+                handle.result,
+                lambda: hvd.allreduce(array),
+                lambda: hvd.allreduce_(array),
+            )
+            for call in calls:
                 with pytest.raises(RuntimeError, match=r"captures a CUDA graph, .* outside of the capture"):
                     call()
         assert handle.result().get().tolist() == [1.0] * 4
