@@ -181,8 +181,8 @@ test-gpu-build: .venv-nvrtc/.done ## the GPU code against NVRTC and CuPy, withou
 	@$(SUITE) gpu-build
 
 .PHONY: gpu-check
-gpu-check: .venv-gpu/.done ## tests/gpu and the rates of the kernels, on this machine's GPU, into benchmarks/results/gpu.json
-	.venv-gpu/bin/python -m benchmarks.gpu $(ARGS)
+gpu-check: ## the GPU path on this machine's GPU, in 8 minutes and without a network, into build/gpu-check or $$OUT (ARGS="--fetch": get its wheels)
+	@scripts/gpu_check.sh $(ARGS)
 
 .PHONY: test-py313
 test-py313: py313 ## the unit part under Python 3.13, where there is one
@@ -270,7 +270,7 @@ format: .venv/.lint ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-demo-spark .venv-demo-torch .venv-docs .venv-frameworks .venv-gpu .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-torch-oldest .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-spark .venv-demo-torch .venv-docs .venv-frameworks .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-torch-oldest .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -322,12 +322,6 @@ spark35: .venv-spark35/.done
 .venv-docs/.done: .venv/.done
 	$(call venv,$(PYTHON),the site)
 	$(call link,,docs,.venv)
-
-# make gpu-check CUDA=12: where the driver is older.
-CUDA ?= 13
-.venv-gpu/.done: .venv/.done
-	$(call venv,$(PYTHON),tests on a GPU)
-	$(call link,[mpich$(comma)cuda$(CUDA)],test,.venv)
 
 .venv-nvrtc/.done: .venv/.done
 	$(call venv,$(PYTHON),NVRTC and CuPy without a GPU)

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
         Compression as Compression,
         Compressor as Compressor,
     )
+    from pyhvd.api.devices import (
+        device_synchronize as device_synchronize,
+    )
     from pyhvd.api.diagnostics import (
         Histogram as Histogram,
         Metrics as Metrics,
@@ -163,6 +166,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         *("ShutDownError", "StallError", "TimelineError", "TransportError"),
         *("UnsupportedDtypeError", "UnsupportedOpError", "UnsupportedShapeError"),
     ),
+    "api.devices": ("device_synchronize",),
     "api.handles": ("Handle", "poll", "synchronize"),
     "api.diagnostics": ("Histogram", "Metrics", "metrics", "start_timeline", "stop_timeline"),
     "api.lifecycle": ("init", "shutdown"),

@@ -123,6 +123,7 @@ def _one_of(text: str, words: Sequence[str]) -> str:
 
 _log_level = functools.partial(_one_of, words=LOG_LEVELS)
 _carrier = functools.partial(_one_of, words=("auto", "tcp", "mpi"))
+_fused_by = functools.partial(_one_of, words=("time", "call"))
 
 
 _CHECKS = ("results", "finite")
@@ -242,6 +243,11 @@ class Config:
         parse=_count,
     )
     disable_group_fusion: bool = _shared(False, "a grouped call's tensors are fused only with each other")
+    device_fusion: str = _shared(
+        "time",
+        "on GPUs, time: single tensors that are ready together are fused; call: only one call's tensors",
+        parse=_fused_by,
+    )
     dynamic_process_sets: bool = _shared(False, "add_process_set and remove_process_set are allowed")
     stall_check_disable: bool = _shared(
         False, "no warnings about stalled tensors", ConfigEntry("stall_check.enabled", opposite=True)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from pyhvd.arrays import SCALARS, TensorView, view
 from pyhvd.devices.base import DeviceView
+from pyhvd.devices.streams import refuse_capture
 
 View = TensorView | DeviceView
 
@@ -102,6 +103,8 @@ def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> Vi
         ``writing`` is set, and the array is read-only, or its elements share memory.
     UnsupportedDtypeError
         The dtype is not supported.
+    RuntimeError
+        The array is on a GPU, and its stream captures a graph.
     ImportError
         The array is on a GPU, and CuPy is not installed.
     """
@@ -115,7 +118,11 @@ def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> Vi
 def _adopt(name: str, tensor: Any, *, writing: bool, any_layout: bool) -> View:
     library = _library_of(name, tensor)
     if library is not None:
-        return library.adopt(tensor, writing=writing)
+        found = library.adopt(tensor, writing=writing)
+        if not found.ptr and found.nbytes:  # address 0 would be taken for a tensor of a rank that has joined
+            raise TypeError(f"this array of {found.nbytes} bytes has no memory: its address is 0")
+        refuse_capture(found.on, found.stream)
+        return found
     on_host = _HOST_MODULES.get(name)
     if on_host is None:
         return view(tensor, writing=writing)

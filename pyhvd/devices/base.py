@@ -17,13 +17,13 @@ All asynchronous work follows these rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from pyhvd.arrays import Bytes
+from pyhvd.devices.fusion_buffer import FusionBuffer
 from pyhvd.devices.pack_plan import Words
 from pyhvd.dtypes import Code, DtypeInfo, ReduceOp, ReduceSpec
 
@@ -66,8 +66,11 @@ class Device(Protocol):
     def identity(self) -> str:
         """Return a text that is equal in two processes if, and only if, they use the same physical device."""
 
-    def acting(self) -> AbstractContextManager[None]:
-        """Make this the calling thread's current device inside the context."""
+    def take_thread(self) -> None:
+        """Make this the current device of the calling thread, one of pyhvd's own, until the thread ends.
+
+        The thread's calls do not invalidate captures of graphs on other threads.
+        """
 
     def make_stream(self) -> Stream:
         """Return a new stream, which lives as long as this object; it ignores the default stream."""
@@ -80,6 +83,9 @@ class Device(Protocol):
         ValueError
             It is CUDA's per-thread default stream.
         """
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Return whether work queued on a stream becomes part of a graph, and does not run."""
 
     def make_event(self) -> Event:
         """Return a new event; an event that is not recorded counts as passed."""
@@ -117,8 +123,14 @@ class Device(Protocol):
             The host has too little page-locked memory.
         """
 
-    def packer(self) -> Packer | None:
-        """Return the device's packer; None if it has none."""
+    def packer(self) -> Packer:
+        """Return the device's packer, whose kernels are loaded.
+
+        Raises
+        ------
+        RuntimeError
+            The device has no kernels; the text says why.
+        """
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy between two addresses, each on this device or in page-locked host memory."""
@@ -176,9 +188,9 @@ class Packer(Protocol):
         """Queue one kernel that does the reverse of :meth:`pack`; skip targets of address 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceContext:
-    """This rank's device and its streams.
+    """This rank's device, its stream and its fusion buffer.
 
     Attributes
     ----------
@@ -188,11 +200,31 @@ class DeviceContext:
         The communication stream.
     packer : Packer or None
         Packs many tensors by one kernel.
+    no_packer : str
+        Why there is no packer.
+    buffer : FusionBuffer
+        Where tensors are packed.
     """
 
     device: Device
     stream: Stream
     packer: Packer | None
+    no_packer: str = ""
+    buffer: FusionBuffer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.buffer = FusionBuffer(self.device, self.stream)
+
+    @classmethod
+    def open(cls, device: Device) -> DeviceContext:
+        """Return the context of a device, with a new stream, for the calling thread; see ``take_thread``."""
+        device.take_thread()
+        packer, why = None, ""
+        try:
+            packer = device.packer()
+        except RuntimeError as exc:
+            why = str(exc)
+        return cls(device, device.make_stream(), packer, why)
 
 
 class ArrayLibrary(Protocol):
@@ -285,17 +317,30 @@ class DeviceBackend(Protocol):
     3. A view of None stands for a rank that has joined; such a rank has memory for every span.
     4. There is no Adasum, which runs on the host.
     5. ``name`` begins the names of its phases (``NCCL_BCAST``); ``stream`` is the communication stream.
+    6. ``sums_wide``: the sum of 16-bit floats is rounded once, not at each addition.
+    7. ``failure``: why queued work was aborted; empty if it was not. It is set before that work ends.
     """
 
     rank: int
     size: int
     name: str
+    sums_wide: bool
+    failure: str
     stream: Stream
+
+    def allreduce_room(self, counts: Sequence[int], spec: ReduceSpec, *, joined: bool) -> int:
+        """Return the bytes of the fusion buffer that an allreduce takes; the same on all ranks.
+
+        ``joined``: some rank has joined.
+        """
 
     def allreduce(
         self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         """Reduce fused tensors; ``counts`` are elements."""
+
+    def reducescatter_room(self, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec, *, joined: bool) -> int:
+        """Return the bytes of the fusion buffer that a reducescatter takes, as for an allreduce."""
 
     def reducescatter(
         self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
@@ -325,9 +370,9 @@ class DeviceBackend(Protocol):
         """
 
     def abort(self, why: str) -> None:
-        """End the queued work, so its events pass, and make later calls fail; not collective.
+        """Make later calls fail, begin to end the queued work, so its events pass, and return.
 
-        Any thread may call it.
+        Not collective; any thread may call it.
         """
 
     def close(self) -> None:

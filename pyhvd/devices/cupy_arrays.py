@@ -8,7 +8,7 @@ import cupy
 
 from pyhvd.devices.base import DeviceView, Event, Stream, refuse_overlap
 from pyhvd.devices.cupy_device import CupyDevice, cuda_device
-from pyhvd.devices.streams import Lease
+from pyhvd.devices.streams import Lease, follow
 from pyhvd.dtypes import lookup
 
 
@@ -46,11 +46,11 @@ class CupyLibrary:
         return DeviceView(ptr, shape, view.info, device, self, stream, owner, None, None, view.origin)
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        view.on.wait(view.on.current_stream(), arrived)
+        follow(view.on, view.on.current_stream(), arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
         stream, origin = cuda_device(view.on.index).current()
-        view.on.wait(stream, arrived)
+        follow(view.on, stream, arrived)
         if stream == view.stream or not view.nbytes:
             return view.owner
         lease = Lease(view)

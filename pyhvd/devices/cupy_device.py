@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,9 +14,10 @@ import numpy as np
 from cupy.cuda import runtime
 
 from pyhvd.arrays import Bytes
+from pyhvd.devices import cuda_driver
 from pyhvd.devices.base import Event, Memory, Packer, Stream
 from pyhvd.devices.pack_plan import THREADS
-from pyhvd.devices.packing import Argument, KernelPacker, Launch
+from pyhvd.devices.packing import KERNELS, Argument, KernelPacker, Launch
 from pyhvd.devices.streams import stream_of
 
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation; for device memory CuPy itself raises MemoryError
@@ -34,7 +36,14 @@ class CupyDevice:
         """Return the PCI bus id; instances of a partitioned GPU have the same."""
         return str(runtime.deviceGetPCIBusId(self.index))
 
-    def acting(self) -> AbstractContextManager[None]:
+    def take_thread(self) -> None:
+        # A context manager would make the old device current at its end. That is GPU 0 on a new thread, where
+        # each rank would then have a CUDA context, of some 500 MB.
+        runtime.setDevice(self.index)
+        cuda_driver.relax_captures()
+
+    def _acting(self) -> AbstractContextManager[None]:
+        """Make this the calling thread's current device inside the context."""
         if runtime.getDevice() == self.index:
             return _NO_CHANGE
         here: AbstractContextManager[None] = cupy.cuda.Device(self.index)
@@ -44,16 +53,16 @@ class CupyDevice:
         """Make this device and a stream the thread's current ones inside the context."""
         if runtime.getDevice() == self.index:
             here = int(cupy.cuda.get_current_stream(self.index).ptr)
-            return _NO_CHANGE if here == stream else _on_stream(stream, self.index)
+            return _NO_CHANGE if here == stream else cupy_stream(stream)
         return self._elsewhere(stream)
 
     @contextmanager
     def _elsewhere(self, stream: Stream) -> Iterator[None]:
-        with cupy.cuda.Device(self.index), _on_stream(stream, self.index):
+        with cupy.cuda.Device(self.index), cupy_stream(stream):
             yield
 
     def make_stream(self) -> Stream:
-        with self.acting():
+        with self._acting():
             stream = cupy.cuda.Stream(non_blocking=True)
         self._streams.append(stream)
         return int(stream.ptr)
@@ -66,13 +75,17 @@ class CupyDevice:
         origin = cupy.cuda.get_current_stream(self.index)
         return stream_of(int(origin.ptr), "CuPy's current stream"), origin
 
+    def is_capturing(self, stream: Stream) -> bool:
+        with self._acting():
+            return bool(runtime.streamIsCapturing(stream))
+
     def make_event(self) -> Event:
         """Return a new event; a waiting thread sleeps."""
-        with self.acting():
+        with self._acting():
             return cupy.cuda.Event(block=True, disable_timing=True)
 
     def record(self, event: Event, stream: Stream) -> None:
-        with self.acting():  # stream 0 belongs to the current device
+        with self._acting():  # stream 0 belongs to the current device
             runtime.eventRecord(event.ptr, stream)
 
     def mark(self, stream: Stream) -> Event:
@@ -81,11 +94,11 @@ class CupyDevice:
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        with self.acting():
+        with self._acting():
             runtime.streamWaitEvent(stream, event.ptr)
 
     def has_passed(self, event: Event) -> bool:
-        status = runtime.eventQuery(event.ptr)
+        status = cuda_driver.query_event(event.ptr)
         if status not in (0, _NOT_READY):
             raise runtime.CUDARuntimeError(status)
         return bool(status == 0)
@@ -100,50 +113,61 @@ class CupyDevice:
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
         try:
-            with self.acting():
+            with self._acting():
                 return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
         except runtime.CUDARuntimeError as exc:
             if exc.status != _NO_MEMORY:
                 raise
             raise MemoryError(f"{nbytes} bytes of page-locked memory: {exc}") from exc
 
-    def packer(self) -> Packer | None:
-        """Return a packer by pyhvd's kernels; None without NVRTC, which compiles them."""
+    def packer(self) -> Packer:
+        """Return a packer by pyhvd's kernels, which NVRTC compiles."""
+        packer = KernelPacker(self, compile_kernels)
         try:
-            cupy.cuda.nvrtc.getVersion()
-        except (ImportError, RuntimeError):
-            return None
-        return KernelPacker(self, compile_kernels)
+            packer.load()
+        except Exception as exc:  # of NVRTC, of the driver, or of CuPy's cache on disk
+            raise RuntimeError(f"pyhvd's kernels cannot be compiled: {type(exc).__name__}: {exc}") from exc
+        return packer
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy; CUDA finds the kind of memory by the addresses."""
         if nbytes:
-            with self.acting():
+            with self._acting():
                 runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
 
 
 _NO_CHANGE: AbstractContextManager[None] = nullcontext()
 
 
-def _on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:
-    chosen: AbstractContextManager[Any] = (
-        cupy.cuda.ExternalStream(stream, index) if stream else cupy.cuda.Stream.null
-    )
-    return chosen
+class _Handle:
+    """A stream that CuPy does not own, by CUDA's stream protocol."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, Stream]:
+        return 0, self._stream  # the protocol's version, and the handle
+
+
+@functools.lru_cache(maxsize=64)
+def cupy_stream(stream: Stream) -> Any:
+    """Return CuPy's object for a stream; a context manager that makes it the current one."""
+    return cupy.cuda.Stream.from_external(_Handle(stream)) if stream else cupy.cuda.Stream.null
 
 
 def compile_kernels(name: str) -> Launch:
     """Return the kernels for a type; a :data:`pyhvd.devices.packing.Compile`.
 
-    NVRTC needs about 0.5 s for a type. CuPy caches the result for all processes.
+    NVRTC needs about 0.5 s for a type. CuPy caches the result on disk.
     """
     source = resources.files("pyhvd.devices").joinpath("pack_kernels.cu").read_text(encoding="utf-8")
     module = cupy.RawModule(code=source, options=("--std=c++14", f"-DPYHVD_TYPE={name}"))
+    module.compile()
+    kernels = {kernel: module.get_function(kernel) for kernel in KERNELS}
 
     def launch(kernel: str, blocks: int, arguments: tuple[Argument, ...], stream: Stream) -> None:
-        queue = cupy.cuda.ExternalStream(stream) if stream else cupy.cuda.Stream.null
-        with queue:
-            module.get_function(kernel)((blocks,), (THREADS,), arguments)
+        with cupy_stream(stream):
+            kernels[kernel]((blocks,), (THREADS,), arguments)
 
     return launch
 

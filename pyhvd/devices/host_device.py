@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -23,14 +22,17 @@ class HostDevice:
     def identity(self) -> str:
         return ""
 
-    def acting(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def take_thread(self) -> None:
+        pass
 
     def make_stream(self) -> Stream:
         return 0
 
     def current_stream(self) -> Stream:
         return 0
+
+    def is_capturing(self, stream: Stream) -> bool:  # noqa: ARG002 - the protocol's
+        return False
 
     def make_event(self) -> Event:
         return None
@@ -57,8 +59,8 @@ class HostDevice:
     def allocate_pinned(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
 
-    def packer(self) -> Packer | None:
-        return None
+    def packer(self) -> Packer:
+        raise RuntimeError("host memory has no kernels")
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:  # noqa: ARG002
         ctypes.memmove(target, source, nbytes)

@@ -15,7 +15,7 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
 from pyhvd.devices.base import Device, Event, Memory, Stream
-from pyhvd.devices.pack_plan import ALIGNMENT, Tiles, Words, make_tiles
+from pyhvd.devices.pack_plan import ALIGNMENT, EACH, Tiles, Words, make_tiles
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 
 Argument = np.uint64 | np.int64 | np.float64
@@ -24,6 +24,9 @@ Launch = Callable[[str, int, tuple[Argument, ...], Stream], None]
 
 Compile = Callable[[str], Launch]
 """``compile(type)`` returns the kernels of a type, by its name in ``pack_kernels.cu``."""
+
+KERNELS = tuple(f"pyhvd_{verb}_{suffix}" for verb in ("pack", "unpack") for suffix in EACH)
+"""The kernels of each type."""
 
 _REAL = {Code.COMPLEX64: Code.FLOAT32, Code.COMPLEX128: Code.FLOAT64}
 _WORDS = {1: "UINT8", 2: "UINT16", 4: "UINT32", 8: "UINT64"}
@@ -46,14 +49,19 @@ class _Table(NamedTuple):
 class KernelPacker:
     """Packs and unpacks by kernels; see :class:`pyhvd.devices.base.Packer`. Not thread-safe.
 
-    ``compiler`` makes the kernels of a type when they are first needed, with ``device`` as the
-    current one.
+    ``compiler`` makes the kernels of a type in :meth:`load`, or when they are first needed. ``device`` is the
+    current one of the calling thread.
     """
 
     def __init__(self, device: Device, compiler: Compile) -> None:
         self._device = device
         self._compile = functools.cache(compiler)
         self._tables: dict[Stream, list[_Table]] = {}
+
+    def load(self) -> None:
+        """Make the kernels of all types, so that no later call can fail for want of one."""
+        for name in KERNEL_TYPES:
+            self._compile(name)
 
     def pack(
         self,
@@ -96,16 +104,15 @@ class KernelPacker:
         if not tiles.blocks:
             return
         device = self._device
-        with device.acting():
-            launch = self._compile(name)
-            table = self._table(len(tiles.table), stream)
-            table.pinned[: len(tiles.table)] = tiles.table
-            device.copy(table.on_device.ptr, address(table.pinned), len(tiles.table), stream)
-            where = buffer + tiles.skipped, table.on_device.ptr, table.on_device.ptr + tiles.firsts
-            pointers = map(np.uint64, where)
-            arguments = (*pointers, np.int64(tiles.vectors), *last)
-            launch(f"pyhvd_{verb}_{tiles.suffix}", tiles.blocks, arguments, stream)
-            device.record(table.done, stream)
+        launch = self._compile(name)
+        table = self._table(len(tiles.table), stream)
+        table.pinned[: len(tiles.table)] = tiles.table
+        device.copy(table.on_device.ptr, address(table.pinned), len(tiles.table), stream)
+        where = buffer + tiles.skipped, table.on_device.ptr, table.on_device.ptr + tiles.firsts
+        pointers = map(np.uint64, where)
+        arguments = (*pointers, np.int64(tiles.vectors), *last)
+        launch(f"pyhvd_{verb}_{tiles.suffix}", tiles.blocks, arguments, stream)
+        device.record(table.done, stream)
 
     def _table(self, nbytes: int, stream: Stream) -> _Table:
         """Return memory that no queued kernel reads; the longest unused comes first."""
@@ -137,6 +144,12 @@ def kernel_type(code: Code, factor: float) -> str:
     if not info.scalable:
         raise ValueError(f"{info.name} cannot be multiplied by {factor}")
     return _REAL.get(code, code).name
+
+
+KERNEL_TYPES = sorted(
+    {kernel_type(code, 1.0) for code in Code} | {kernel_type(c, 2.0) for c in Code if BY_CODE[c].scalable}
+)
+"""The types of all kernels."""
 
 
 @functools.cache

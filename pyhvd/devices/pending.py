@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyhvd.devices.base import Device, DeviceView, Event
 
@@ -36,31 +35,56 @@ def taken(result: Any) -> Any:
     return result
 
 
-_POLL_S = 1e-3
+POLL_SECONDS = 1e-3
+"""Seconds between two questions of a thread that waits for a device."""
 
 
-class KeepAlive:
-    """Keeps objects alive until an event after the work that uses them has passed.
+class Queued(NamedTuple):
+    """Work of a batch that a device may still be doing: it has ended when ``event`` has passed."""
+
+    device: Device
+    event: Event
+    names: Sequence[str]
+    """The batch's tensors."""
+    objects: object
+    """What the work uses."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.device.has_passed(self.event)
+
+
+class DeviceWork:
+    """The work that is queued on the communication stream, in its order, with the objects that it uses.
 
     A memory pool reuses memory for the stream that allocated it as soon as nothing refers to the memory. It
-    does not know of work on the communication stream.
+    does not know of work on the communication stream. One thread adds and sweeps; any thread may read.
+
+    Attributes
+    ----------
+    ended : int
+        Number of batches whose work has ended.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Device, Event, object]] = deque()
+        self._queued: deque[Queued] = deque()
+        self.ended = 0
 
-    def keep(self, device: Device, event: Event, objects: object) -> None:
-        """Keep objects until an event of the communication stream has passed."""
-        self._kept.append((device, event, objects))
+    def add(self, work: Queued) -> None:
+        """Keep the work's objects until it has ended."""
+        self._queued.append(work)
 
     def sweep(self) -> bool:
-        """Drop the objects that are no longer used; return whether any are left."""
-        while self._kept and self._kept[0][0].has_passed(self._kept[0][1]):
-            self._kept.popleft()
-        return bool(self._kept)
+        """Drop what has ended; return whether work is left."""
+        while self._queued and self._queued[0].has_ended:
+            self._queued.popleft()
+            self.ended += 1
+        return bool(self._queued)
 
-    def settle(self, check: Callable[[], None]) -> None:
-        """Wait until all objects can be dropped; ``check`` raises an error if the device has failed."""
-        while self.sweep():
-            check()
-            time.sleep(_POLL_S)
+    def left(self) -> list[Queued]:
+        """Return the work that had not ended at the last sweep, the oldest first."""
+        return list(self._queued.copy())
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors of that work."""
+        return list(dict.fromkeys(name for work in self.left() for name in work.names))

@@ -24,6 +24,21 @@ def stream_of(handle: int, whose: str) -> Stream:
     return 0 if handle == _LEGACY else handle
 
 
+def refuse_capture(device: Device, stream: Stream) -> None:
+    """Raise RuntimeError if a stream captures a graph."""
+    if device.is_capturing(stream):
+        raise RuntimeError(
+            "the current stream captures a CUDA graph, of which no collective can be a part: reduce outside"
+            " of the capture"
+        )
+
+
+def follow(device: Device, stream: Stream, arrived: Event) -> None:
+    """Make a caller's stream wait for a result; RuntimeError if the stream captures a graph."""
+    refuse_capture(device, stream)
+    device.wait(stream, arrived)
+
+
 def mark_ready(views: Iterable[DeviceView]) -> None:
     """Set the views' ``ready`` events, one per stream.
 

@@ -9,7 +9,7 @@ import torch
 
 from pyhvd.devices.base import DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import cuda_device
-from pyhvd.devices.streams import stream_of
+from pyhvd.devices.streams import follow, stream_of
 from pyhvd.devices.torch_tensors import check
 from pyhvd.dtypes import DtypeInfo, named
 
@@ -51,11 +51,11 @@ class TorchLibrary:
         return self._view_of(owner, index, view.info, view.stream)
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        view.on.wait(_current(view.on.index)[0], arrived)
+        follow(view.on, _current(view.on.index)[0], arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
         stream, origin = _current(view.on.index)
-        view.on.wait(stream, arrived)
+        follow(view.on, stream, arrived)
         if stream != view.stream:
             view.owner.record_stream(origin)
         return view.owner

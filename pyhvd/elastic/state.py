@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyhvd.api.collectives import barrier
+from pyhvd.api.devices import device_synchronize
 from pyhvd.api.objects import broadcast_object
-from pyhvd.api.topology import rank
+from pyhvd.api.topology import is_initialized, rank
 from pyhvd.elastic import exchange, pickles
 from pyhvd.elastic.handlers import Handler, choose
 from pyhvd.elastic.sampler import ElasticSampler
@@ -255,8 +256,11 @@ class State:
     def _pickled(self, counts: Any) -> tuple[list[Any], bytes]:
         """Return the state for :func:`~pyhvd.job.commits.vault.pack`.
 
-        `counts` are the samplers' processed samples.
+        `counts` are the samplers' processed samples. Arrays on devices may be results of collectives that the
+        device has not ended: if one was aborted, this raises HorovodInternalError.
         """
+        if is_initialized():
+            device_synchronize()
         dumped = self.dump()
         try:
             return pickles.dump((counts, dumped))

@@ -21,16 +21,19 @@ import msgspec
 import numpy as np
 
 from pyhvd.arrays import TensorView, address, flat_bytes
+from pyhvd.backends.gpu.nccl import ABORT_SECONDS
 from pyhvd.backends.gpu.select import open_backend
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
+from pyhvd.common.text import list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext, DeviceView, Memory, Span, Stream
+from pyhvd.devices.fusion_buffer import KEPT
 from pyhvd.devices.host_device import HostDevice
-from pyhvd.devices.pending import KeepAlive, PendingArray
+from pyhvd.devices.pending import POLL_SECONDS, DeviceWork, PendingArray, Queued
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import BY_CODE, Code
-from pyhvd.engine.plans import Entries, Shape, allocate, as_splits, gathered
-from pyhvd.errors import InternalError, TransportError
+from pyhvd.engine.plans import Entries, Shape, allocate, as_splits, gathered, have_memory
+from pyhvd.errors import HorovodInternalError, InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
@@ -38,10 +41,6 @@ from pyhvd.queue import TensorEntry
 
 SWEEP_SECONDS = 0.01
 """Seconds between two checks of memory that the device may still use."""
-
-
-ABORT_SECONDS = 10.0
-"""Seconds that a device may take to end aborted work."""
 
 
 @dataclass(eq=False)
@@ -62,6 +61,13 @@ class DeviceExecutor:
         Runs a batch whose tensors are in host memory.
     checked : bool
         Whether results are checked; the checks run on the host.
+    patience : float
+        Seconds that the device may take to end its work before a process set, or the rank, is closed.
+
+    Attributes
+    ----------
+    work : DeviceWork
+        The work that the device may still be doing.
     """
 
     where: RankLocations
@@ -70,13 +76,15 @@ class DeviceExecutor:
     hooks: Instruments
     on_host: Callable[[list[Response], Entries], None]
     checked: bool = field(kw_only=True)
+    patience: float = field(kw_only=True)
 
     def __post_init__(self) -> None:
         self._device_context: DeviceContext | None = None
         self._opened: dict[int, DeviceBackend] = {}
-        self._keep_alive = KeepAlive()
-        self.busy = False  # whether the device may still use kept memory
-        self._aborted = False
+        self._reserved: dict[int, int] = {}  # bytes of the fusion buffer that all ranks of a set have
+        self.work = DeviceWork()
+        self.busy = False  # whether the device may still do work
+        self._aborted = ""
         self._run: dict[int, Callable[[DeviceBackend, list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.REDUCESCATTER: self._reducescatter,
@@ -88,15 +96,14 @@ class DeviceExecutor:
     def run(self, batch: list[Response], entries: Entries) -> None:
         """Run a batch of responses, and complete their entries."""
         self.busy = True
-        self._keep_alive.sweep()
+        self.work.sweep()
         context = self._settle(entries)
-        with context.device.acting():
-            _await_all(context, _distinct(entries))
-            carry_out = self._run.get(batch[0].request.type)
-            if carry_out is None or self.checked:
-                self._by_host(batch, entries)
-            else:
-                carry_out(self._backend(batch[0].process_set), batch, entries)
+        _await_all(context, _distinct(entries))
+        carry_out = self._run.get(batch[0].request.type)
+        if carry_out is None or self.checked:
+            self._by_host(batch, entries)
+        else:
+            carry_out(self._backend(batch[0].process_set), batch, entries)
 
     def look(self, now: float) -> float | None:
         """Release memory that the device no longer uses; return the time (monotonic s) of the next check.
@@ -106,7 +113,7 @@ class DeviceExecutor:
         TransportError
             Queued work has failed.
         """
-        self.busy = self._keep_alive.sweep()
+        self.busy = self.work.sweep()
         if not self.busy:
             return None
         self._check()
@@ -116,29 +123,74 @@ class DeviceExecutor:
         for backend in self._opened.values():
             backend.check()
 
-    def close_set(self, set_id: int) -> None:
-        """Close a process set's backend; collective over the set."""
-        if set_id in self._opened:
-            self._opened.pop(set_id).close()
+    def synchronize(self, timeout: float) -> None:
+        """Wait until the device has ended all work queued so far; from any thread but the runtime's.
 
-    def close(self) -> None:
-        """Close the backends, in the order of their sets, after the device's work; collective.
+        Raises
+        ------
+        HorovodInternalError
+            Work was aborted.
+        TimeoutError
+            It has not ended within ``timeout`` seconds.
+        """
+        until = time.monotonic() + timeout
+        newest = self.work.left()[-1:]
+        while not self._failure() and not all(work.has_ended for work in newest):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self._unended()} within {timeout:g} s")
+            time.sleep(POLL_SECONDS)
+        if why := self._failure():
+            raise HorovodInternalError(f"work on a device was aborted, so results may be wrong: {why}")
+
+    def close_set(self, set_id: int) -> None:
+        """Close a process set's backend after the device's work; collective over the set.
 
         Raises
         ------
         TransportError
-            Queued work has failed or, after :meth:`abort`, does not end.
+            Queued work has failed, or does not end in time.
         """
-        patience = partial(_be_patient, time.monotonic() + ABORT_SECONDS)
-        self._keep_alive.settle(patience if self._aborted else self._check)
+        if set_id in self._opened:
+            self._finish()
+            self._opened.pop(set_id).close()
+            self._reserved.pop(set_id, None)
+
+    def close(self) -> None:
+        """Close the backends, in the order of their sets, as :meth:`close_set` does; collective."""
+        self._finish()
         for set_id in sorted(self._opened):
-            self.close_set(set_id)
+            self._opened.pop(set_id).close()
+        self._device_context = None  # its buffer returns to the device's pool
 
     def abort(self, why: str) -> None:
-        """Abort the device's waits for other ranks: a rank has failed. Not collective; from any thread."""
-        self._aborted = True
+        """Begin to abort the device's waits for other ranks: a rank has failed.
+
+        Returns at once. Not collective; from any thread.
+        """
+        self._aborted = self._aborted or why
         for backend in list(self._opened.values()):  # another thread may open one
             backend.abort(why)
+
+    def _failure(self) -> str:
+        """Return why queued work was aborted; empty if it was not."""
+        backends = list(self._opened.values())
+        return self._aborted or next((backend.failure for backend in backends if backend.failure), "")
+
+    def _finish(self) -> None:
+        """Wait until the device has ended its work; abort work that takes too long."""
+        until = time.monotonic() + (ABORT_SECONDS if self._aborted else self.patience)
+        while self.work.sweep():
+            if time.monotonic() > until:
+                text = f"{self._unended()} in time"
+                self.abort(text)
+                raise TransportError(text)
+            if not self._aborted:
+                self._check()
+            time.sleep(POLL_SECONDS)
+
+    def _unended(self) -> str:
+        devices = dict.fromkeys(work.device.name for work in self.work.left())
+        return f"{list_some([*devices])} has not ended its work on {list_some(self.work.names(), show=repr)}"
 
     # -- device and backend ---------------------------------------------------------------------
 
@@ -155,7 +207,7 @@ class DeviceExecutor:
                 " before it joins"
             )
         chosen = device or self._own_device()
-        self._device_context = DeviceContext(chosen, chosen.make_stream(), chosen.packer())
+        self._device_context = DeviceContext.open(chosen)
         for set_id, backend in list(self._opened.items()):
             if isinstance(backend, StagedBackend):
                 self._opened[set_id] = StagedBackend(self.backends[set_id], self._device_context)
@@ -175,21 +227,33 @@ class DeviceExecutor:
 
     def _backend(self, set_id: int) -> DeviceBackend:
         if set_id not in self._opened:
-            self._opened[set_id] = open_backend(self.backends[set_id], self._here, self.sets[set_id])
+            members = self.sets[set_id]
+            look = partial(self._why_give_up, [rank for rank in members if rank != self.where.rank])
+            self._opened[set_id] = open_backend(self.backends[set_id], self._here, members, look)
         return self._opened[set_id]
+
+    def _why_give_up(self, others: Sequence[int]) -> str:
+        """Return why this rank shall not wait for these ranks any more; empty if it may."""
+        return self._aborted or next(filter(None, map(self.where.describe_ended, others)), "")
 
     # -- the verbs -----------------------------------------------------------------------------------
 
     def _allreduce(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        spec = batch[0].request.reduce_spec(backend.size)
+        spec = batch[0].request.reduce_spec(backend.size, sums_wide=backend.sums_wide)
         counts = [math.prod(r.request.shape) for r in batch]
+        room = backend.allreduce_room(counts, spec, joined=bool(batch[0].joined))
+        if not self._reserve(room, batch, entries):
+            return
         with self.hooks.phase(f"{backend.name}_ALLREDUCE"):
             backend.allreduce(_sources(entries), _targets(entries), counts, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _reducescatter(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        spec = batch[0].request.reduce_spec(backend.size)
+        spec = batch[0].request.reduce_spec(backend.size, sums_wide=backend.sums_wide)
         shapes = [r.request.shape for r in batch]
+        room = backend.reducescatter_room(shapes, spec, joined=bool(batch[0].joined))
+        if not self._reserve(room, batch, entries):
+            return
         with self.hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
         self._deliver(backend.stream, entries, _targets(entries))
@@ -270,7 +334,7 @@ class DeviceExecutor:
         pinned = device.allocate_pinned(max(array.nbytes, 1))
         pinned[: array.nbytes] = flat_bytes(array)
         device.copy(target.ptr, address(pinned), array.nbytes, stream)
-        self._keep_alive.keep(device, device.mark(stream), pinned)
+        self.work.add(Queued(device, device.mark(stream), [entry.request.name], pinned))
         self._deliver(stream, [entry], [target], None if beside is None else [beside])
 
     # -- outputs -------------------------------------------------------------------------------------
@@ -279,6 +343,24 @@ class DeviceExecutor:
     def _here(self) -> DeviceContext:
         assert self._device_context is not None
         return self._device_context
+
+    def _reserve(self, nbytes: int, batch: list[Response], entries: Entries) -> bool:
+        """Return whether all ranks have a fusion buffer of this size; else fail the entries on all ranks.
+
+        The ranks agree each time that a set needs more than before, so that none can fail later.
+        """
+        set_id = batch[0].process_set
+        if nbytes <= self._reserved.get(set_id, 0):
+            return True
+        failure: MemoryError | None = None
+        try:
+            self._here.buffer.reserve(nbytes)
+        except MemoryError as exc:
+            failure = exc
+        what = [f"a fusion buffer of {nbytes} bytes"] * len(batch)
+        ok = have_memory(self.backends[set_id], batch, entries, what, self.sets[set_id], failure)
+        self._reserved[set_id] = nbytes if ok and nbytes <= KEPT else 0
+        return ok
 
     def _allocate(
         self, batch: list[Response], entries: Entries, shapes: Sequence[Shape]
@@ -313,18 +395,13 @@ class DeviceExecutor:
             if entry is not None and isinstance(output, DeviceView) and output.home is not None:
                 output.library.copy_home(output, stream)
         event = self._here.device.mark(stream)
-        used = [(entry.source, entry.target) for entry in entries if entry is not None]
-        self._keep_alive.keep(self._here.device, event, (used, list(outputs)))
+        mine = [entry for entry in entries if entry is not None]
+        used = [(entry.source, entry.target) for entry in mine], list(outputs)
+        self.work.add(Queued(self._here.device, event, [entry.request.name for entry in mine], used))
         for number, (entry, output) in enumerate(zip(entries, outputs, strict=True)):
             if entry is not None and isinstance(output, DeviceView):
                 pending = PendingArray(output, event)
                 entry.done(pending if beside is None else (pending, beside[number]), None)
-
-
-def _be_patient(until: float) -> None:
-    """Wait for aborted work to end, until a deadline (monotonic s)."""
-    if time.monotonic() > until:
-        raise TransportError(f"the device has not ended aborted work within {ABORT_SECONDS:g} s")
 
 
 def _view(view: Any) -> DeviceView | None:

@@ -81,10 +81,13 @@ class Executor:
         # For the watchdog: the entries of the running batch, and the number of ended batches.
         self.running: Entries = []
         self.ended = 0
-        checked = self.config.check != "off"
-        self._devices = DeviceExecutor(
-            self.where, self.backends, self.sets, self.hooks, self._run_on_host, checked=checked
-        )
+        config = self.config
+        limits = config.stall_shutdown_time_seconds, config.stall_check_time_seconds
+        patience = next((each for each in limits if each and not config.stall_check_disable), math.inf)
+        self.devices = DeviceExecutor(
+            self.where, self.backends, self.sets, self.hooks, self._run_on_host,
+            checked=config.check != "off", patience=patience,
+        )  # fmt: skip
         for set_id, ranks in self.sets.items():
             if self.where.rank in ranks:
                 self._add_set(set_id, ranks)
@@ -136,7 +139,7 @@ class Executor:
             if first.request.device == HOST:
                 self._run_on_host(batch, entries)
             else:
-                self._devices.run(batch, entries)
+                self.devices.run(batch, entries)
             self.meter.carried_out(ready)
         except BaseException as exc:
             # The entries have left the queue, so only this method can still complete them.
@@ -155,7 +158,7 @@ class Executor:
         """Do due work of the hooks and devices; return when (monotonic s) to call again, None for never."""
         times = [
             self.hooks.look(now) if self.hooks.active else None,
-            self._devices.look(now) if self._devices.busy else None,
+            self.devices.look(now) if self.devices.busy else None,
         ]
         return min((time for time in times if time is not None), default=None)
 
@@ -178,7 +181,7 @@ class Executor:
         """
         note = note_of(info)
         with contextlib.ExitStack() as aborts:
-            aborts.callback(self._devices.abort, info.message)
+            aborts.callback(self.devices.abort, info.message)
             aborts.callback(self.backends.abort, note)
 
     def close(self, stop: ErrorInfo) -> None:
@@ -187,8 +190,8 @@ class Executor:
         Nothing is aborted: other ranks may still run collectives to which this rank has contributed.
         """
         if stop.kind != ErrorKind.SHUT_DOWN:
-            self._devices.abort(stop.message)
-        self._devices.close()
+            self.devices.abort(stop.message)
+        self.devices.close()
         self.backends.close()
 
     # -- reductions ----------------------------------------------------------------------------------
@@ -379,7 +382,7 @@ class Executor:
                 f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
             )
             entry.done(None, ShutDownError(text))
-        self._devices.close_set(removed)
+        self.devices.close_set(removed)
         self.backends.remove(removed)
         self._tell_value(batch, entries)
 

@@ -276,15 +276,30 @@ def allocate(
             outputs.append(make(response, entry, shape))
     except (MemoryError, ValueError) as exc:
         failure = exc
+    what = [f"its output of shape {shape}" for shape in shapes]
+    return outputs if have_memory(backend, batch, entries, what, members, failure) else None
+
+
+def have_memory(
+    backend: HostBackend,
+    batch: Sequence[Response],
+    entries: Entries,
+    what: Sequence[str],
+    members: Sequence[int],
+    failure: Exception | None,
+) -> bool:
+    """Return whether no rank has a ``failure`` to get memory; else fail the entries. Collective.
+
+    ``what`` says for each tensor what the memory is for; other arguments as for :func:`allocate`.
+    """
     failed = backend.agree(ok=failure is None) if backend.size > 1 else [0] * (failure is not None)
     if not failed:
-        return outputs
+        return True
     ranks = describe_ranks([members[i] for i in failed])
-    for response, entry, shape in zip(batch, entries, shapes, strict=True):
+    for response, entry, each in zip(batch, entries, what, strict=True):
         if entry is not None:
-            what = f"{verb(response.request.type)} {response.request.name!r}"
-            text = f"{what}: no memory for its output of shape {shape} on {ranks}"
-            error = RankFailedError(text, members[failed[0]])
+            call = f"{verb(response.request.type)} {response.request.name!r}"
+            error = RankFailedError(f"{call}: no memory for {each} on {ranks}", members[failed[0]])
             error.__cause__ = failure
             entry.done(None, error)
-    return None
+    return False

@@ -234,6 +234,11 @@ class Runtime:
         if self._fast_path is not None:
             self._fast_path.path.flush()
 
+    def synchronize_device(self, timeout: float) -> None:
+        """Wait for this rank's device; see :meth:`DeviceExecutor.synchronize`."""
+        self.check_may_wait()
+        self._executor.devices.synchronize(timeout)
+
     def tell_round(self, process_set: int, prefix: str) -> None:
         """Tell rank 0 that a thread has long waited in the round of a backward pass."""
         self._to_tell.append(StillInRound(PROTOCOL_VERSION, process_set, prefix))
@@ -422,7 +427,12 @@ class Runtime:
             self._recorder.follow(responses.timeline, self._executor.fabric)
 
     def _plan(self, todo: Sequence[Response]) -> list[list[Response]]:
-        return plan(todo, self.tuning.fusion_threshold, groups_alone=self._config.disable_group_fusion)
+        return plan(
+            todo,
+            self.tuning.fusion_threshold,
+            groups_alone=self._config.disable_group_fusion,
+            device_calls_alone=self._config.device_fusion == "call",
+        )
 
     def _tune(self, tuning: Tuning) -> None:
         """Change the knobs, at the same place in the order of responses on every rank.

@@ -218,10 +218,11 @@ class ProgressProbe:
         """Return whether something is in flight on this rank, and a position that changes with progress."""
         names, joins = self.queue.names()
         on_lane, _, position = self._look_at_fast_path()
+        work = self.executor.devices.work
         # A rank in join() waits while others work, but not for a dead rank 0.
-        waiting = bool(names or on_lane or self.executor.running or self.recorder.busy)
+        waiting = bool(names or on_lane or self.executor.running or work.left() or self.recorder.busy)
         waiting = waiting or (joins and self.where.states([0])[0].is_lost)
-        return waiting, (self.executor.ended, position)
+        return waiting, (self.executor.ended, work.ended, position)
 
     def _look_at_fast_path(self) -> tuple[list[str], bool, int]:
         return ([], False, 0) if self.fast_path is None else self.fast_path.look()
@@ -263,6 +264,7 @@ class ProgressProbe:
         names, _ = self.queue.names()
         under_way = [entry.request.name for entry in self.executor.running if entry is not None]
         under_way += ["timeline"] * self.recorder.busy
+        under_way += [f"{name} on its device" for name in self.executor.devices.work.names()]
         on_lane, running, _ = self._look_at_fast_path()
         runs = bool(under_way or running)
         shown = under_way or (on_lane if running else [*names, *on_lane])

@@ -15,13 +15,14 @@ import enum
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 from typing import TypeVar
 
 import msgspec
 
 from pyhvd.common.stacks import ThreadStack
-from pyhvd.dtypes import BY_CODE, INTEGERS, ReduceOp, ReduceSpec
+from pyhvd.dtypes import BY_CODE, INTEGERS, Code, ReduceOp, ReduceSpec
 from pyhvd.errors import InternalError
 
 PROTOCOL_VERSION = 6
@@ -138,12 +139,16 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     splits: int = 0
     unattended: bool = False
 
-    def reduce_spec(self, size: int) -> ReduceSpec:
+    def reduce_spec(self, size: int, *, sums_wide: bool = True) -> ReduceSpec:
         """Return how backends reduce the tensor; Average becomes a Sum divided by the size of the set.
 
-        Joined ranks count in the divisor.
+        Joined ranks count in the divisor. Without ``sums_wide`` the backend rounds each partial sum of 16-bit
+        floats to 16 bits. Their Average is divided before the sum then, which else could overflow.
         """
-        return _reduce_spec(self.dtype, self.op, self.prescale, self.postscale, size)
+        spec = _reduce_spec(self.dtype, self.op, self.prescale, self.postscale, size)
+        if sums_wide or self.op != ReduceOp.AVERAGE or self.dtype not in (Code.FLOAT16, Code.BFLOAT16):
+            return spec
+        return replace(spec, prescale=spec.prescale * spec.postscale, postscale=1.0)
 
     def kernel_terms(self, size: int) -> tuple[int, float]:
         """Return the kernels' op and their factor afterwards; -1 and 1.0 if nothing is reduced."""

@@ -27,6 +27,7 @@ from pyhvd.api.collectives import (
     reducescatter_async as reducescatter_async,
 )
 from pyhvd.api.compression import Compressor as Compressor
+from pyhvd.api.devices import device_synchronize as device_synchronize
 from pyhvd.api.diagnostics import start_timeline as start_timeline, stop_timeline as stop_timeline
 from pyhvd.api.handles import Handle as Handle, poll as poll, synchronize as synchronize
 from pyhvd.api.lifecycle import init as init, shutdown as shutdown

@@ -88,6 +88,7 @@ class FakeDevice:
         self.allocated = 0
         self.limit = 1 << 62
         self.packs = True
+        self.capturing: set[Stream] = set()
         self.synchronized = 0
         self.reclaimed: set[int] = set()
 
@@ -96,8 +97,8 @@ class FakeDevice:
     def identity(self) -> str:
         return self._identity
 
-    def acting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def take_thread(self) -> None:
+        pass
 
     def make_stream(self) -> Stream:
         with self._lock:
@@ -107,6 +108,9 @@ class FakeDevice:
 
     def current_stream(self) -> Stream:
         return getattr(self._here, "stream", 0)
+
+    def is_capturing(self, stream: Stream) -> bool:
+        return stream in self.capturing
 
     def make_event(self) -> FakeEvent:
         return FakeEvent()
@@ -157,8 +161,10 @@ class FakeDevice:
         self._kept.append(memory)
         return memory
 
-    def packer(self) -> FakeDevice | None:
-        return self if self.packs else None
+    def packer(self) -> FakeDevice:
+        if not self.packs:
+            raise RuntimeError("this device has no kernels")
+        return self
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         def run() -> None:

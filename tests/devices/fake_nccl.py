@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from pyhvd.arrays import Array
@@ -196,6 +195,7 @@ class FakeCommunicator:
         self._rank, self._device = rank, device
         self._numbers = itertools.count()
         self._pairs: dict[Any, itertools.count[int]] = {}
+        self._unended = 0
 
     # -- collectives, by the library's names ------------------------------------------------------------
 
@@ -233,9 +233,14 @@ class FakeCommunicator:
         self._called("send")
         key = self._pair(self._rank, peer)
 
+        def lay() -> None:
+            self._unended -= 1
+            self._gathering.lay(key, 0, _get(ptr, count, kind), 1)
+
         def start() -> list[Any]:
+            self._unended += 1
             self._gathering.event(key)
-            self._device.call(lambda: self._gathering.lay(key, 0, _get(ptr, count, kind), 1), stream)
+            self._device.call(lay, stream)
             return []
 
         self._library.put(start)
@@ -245,6 +250,7 @@ class FakeCommunicator:
         key = self._pair(peer, self._rank)
 
         def take() -> None:
+            self._unended -= 1
             if self._gathering.error:
                 return
             what = self._gathering.laid[key][0]
@@ -252,6 +258,7 @@ class FakeCommunicator:
             _put(ptr, what, kind)
 
         def start() -> list[Any]:
+            self._unended += 1
             event = self._gathering.event(key)
             return [
                 lambda: self._device._queue(stream, Wait(event, 1)),
@@ -272,6 +279,7 @@ class FakeCommunicator:
         self._gathering.abort()
 
     def destroy(self) -> None:
+        assert not self._unended, "a communicator is freed while the device works for it"
         self._whole.destroyed.append(self._rank)
 
     # -- how ------------------------------------------------------------------------------------------
@@ -289,6 +297,7 @@ class FakeCommunicator:
         gathering, rank, key = self._gathering, self._rank, next(self._numbers)
 
         def finish() -> None:
+            self._unended -= 1
             if gathering.error:
                 return
             parts = gathering.laid[key]
@@ -297,6 +306,7 @@ class FakeCommunicator:
             take([parts[r][1] for r in range(gathering.size)])
 
         def start() -> list[Any]:
+            self._unended += 1
             event = gathering.event(key)
             self._device.call(
                 lambda: gathering.lay(
@@ -330,11 +340,13 @@ def _put(ptr: int, values: Array, kind: int) -> None:
 
 
 def _fold(parts: list[Array], op: int) -> Array:
-    """Reduce from the last rank to the first: like NCCL, not in the order of the host."""
+    """Reduce from the last rank to the first: like NCCL, not in the order of the host.
+
+    As NCCL does, it rounds each partial sum to the dtype of the parts.
+    """
     how = (np.add, np.multiply, np.maximum, np.minimum)[op]
-    wide = np.float32 if parts[0].dtype in (np.float16, ml_dtypes.bfloat16) else parts[0].dtype
     with np.errstate(all="ignore"):  # the gaps between tensors may hold any value
-        result = parts[-1].astype(wide)
+        result = parts[-1]
         for part in reversed(parts[:-1]):
-            result = how(result, part.astype(wide))
+            result = how(result, part)
         return result.astype(parts[0].dtype)

@@ -27,7 +27,8 @@ class ByHost:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.rank = self.size = self.stream = 0
-        self.name = ""
+        self.name = self.failure = ""
+        self.sums_wide = True
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: self.asked.append(name)
@@ -42,9 +43,9 @@ class Rank:
         self.stream: Stream = self.device.make_stream()
         fabric = ThreadFabric(group, rank)
         library = nccl.rank(self.device)
-        self.by_host = ByHost()
-        context = DeviceContext(self.device, self.stream, self.device)
-        self.nccl: NcclBackend = open_nccl(fabric, context, library, lambda: self.by_host, timeout)
+        self.by_host: Any = ByHost()
+        self.context = DeviceContext(self.device, self.stream, self.device)
+        self.nccl: NcclBackend = open_nccl(fabric, self.context, library, lambda: self.by_host, timeout)
 
     def array(self, values: Any, shift: int = 0) -> DeviceView:
         """Put values on the device, ``shift`` elements after a multiple of 256 bytes."""

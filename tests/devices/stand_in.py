@@ -6,12 +6,10 @@ those of CuPy 14. The fake does not test CuPy itself.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shutil
 import threading
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,18 +26,24 @@ class Pointer:
     def __init__(self, memory: Any, offset: int) -> None:
         self.memory = memory
         self.ptr = memory.ptr + offset
-        self.device_id = 0
+        self.device_id: int = memory.device_id
 
 
 class Unowned:
     """Memory of another owner: CuPy's UnownedMemory."""
 
     def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
-        self.ptr, self.nbytes, self.owner = ptr, size, owner
+        self.ptr, self.nbytes, self.owner, self.device_id = ptr, size, owner, device_id
+
+
+def allocated(device: FakeDevice, nbytes: int) -> Pointer:
+    """Return memory of CuPy's pool, of the current stream."""
+    memory = device.allocate(nbytes, device.current_stream())
+    return Pointer(Unowned(memory.ptr, nbytes, memory, device.index), 0)
 
 
 def make_cupy(device: FakeDevice) -> types.ModuleType:
-    """Return a module ``cupy`` whose only device, number 0, is the fake device."""
+    """Return a module ``cupy`` whose only device in use is the fake device."""
     cupy: Any = types.ModuleType("cupy")
     array = _ndarray(device)
 
@@ -76,7 +80,7 @@ def _ndarray(device: FakeDevice) -> Any:
         ) -> None:
             nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
             if memptr is None:
-                memptr = Pointer(device.allocate(nbytes, device.current_stream()), 0)
+                memptr = allocated(device, nbytes)
             super().__init__(device, memptr.memory, shape, dtype, strides)
             self.data = memptr
 
@@ -105,12 +109,6 @@ def _ndarray(device: FakeDevice) -> Any:
     return Ndarray
 
 
-def _nvrtc_version() -> tuple[int, int]:
-    if shutil.which("g++") is None:
-        raise RuntimeError("NVRTC, for which g++ stands here, is not found")
-    return 13, 0
-
-
 def _raw_module(device: FakeDevice) -> Any:
     """Return CuPy's type of a module of CUDA source; it supports only the kernels of ``pack_kernels.cu``."""
 
@@ -121,12 +119,18 @@ def _raw_module(device: FakeDevice) -> Any:
             assert code == SOURCE.read_text()
             standard, defined = options
             assert standard == "--std=c++14"
-            self._launch = compiler_of(device)(defined.removeprefix("-DPYHVD_TYPE="))
+            self._type = defined.removeprefix("-DPYHVD_TYPE=")
+
+        def compile(self) -> None:
+            """Do nothing: g++ compiles a type when it is first launched, as all types take it long."""
+            if shutil.which("g++") is None:
+                raise RuntimeError("NVRTC, for which g++ stands here, is not found")
 
         def get_function(self, name: str) -> Any:
             def call(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
                 assert block == (THREADS,)
-                self._launch(name, grid[0], arguments, device.current_stream())
+                launch = compiler_of(device)(self._type)
+                launch(name, grid[0], arguments, device.current_stream())
 
             return call
 
@@ -151,21 +155,34 @@ def _cuda(device: FakeDevice) -> types.ModuleType:
         def __del__(self) -> None:
             del events[self.ptr]
 
-    @contextlib.contextmanager
-    def acting(index: int = 0) -> Iterator[None]:
-        assert index == 0
-        yield
+    runtime = _runtime(device, events)
+
+    class Device:
+        """CuPy's device."""
+
+        def __init__(self, index: int | None = None) -> None:
+            self.id: int = runtime.getDevice() if index is None else index
+
+        def use(self) -> None:
+            runtime.setDevice(self.id)
+
+        def __enter__(self) -> None:
+            self._before = runtime.getDevice()
+            self.use()
+
+        def __exit__(self, *error: Any) -> None:
+            runtime.setDevice(self._before)
 
     vars(cuda).update(
-        runtime=_runtime(device, events),
+        runtime=runtime,
         Event=Event,
-        Device=acting,
+        Device=Device,
         get_current_stream=lambda index=-1: types.SimpleNamespace(ptr=device.current_stream()),
-        alloc=lambda nbytes: Pointer(device.allocate(nbytes, device.current_stream()), 0),
+        alloc=lambda nbytes: allocated(device, nbytes),
         alloc_pinned_memory=device.allocate_pinned,
         UnownedMemory=Unowned,
         MemoryPointer=Pointer,
-        nvrtc=types.SimpleNamespace(getVersion=_nvrtc_version),
+        driver=_driver(device, events),
         **_streams(device),
     )
     module: types.ModuleType = cuda
@@ -183,6 +200,14 @@ def _streams(device: FakeDevice) -> dict[str, Any]:
         def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
             self.ptr = 0 if null else device.make_stream()
 
+        @classmethod
+        def from_external(cls, owner: Any) -> Stream:
+            made: Stream = cls.__new__(cls)
+            version, made.ptr = owner.__cuda_stream__()
+            assert version == 0
+            assert made.ptr
+            return made
+
         def __enter__(self) -> None:
             # All threads share the default stream, and several may have it as their current stream.
             entered.stack = [*getattr(entered, "stack", ()), device.using(self.ptr)]
@@ -191,15 +216,27 @@ def _streams(device: FakeDevice) -> dict[str, Any]:
         def __exit__(self, *error: Any) -> None:
             entered.stack.pop().__exit__(*error)
 
-    class ExternalStream(Stream):
-        """CuPy's stream of another owner."""
-
-        def __init__(self, ptr: int, device_id: int = -1) -> None:
-            assert ptr
-            self.ptr = ptr
-
     Stream.null = Stream(null=True)
-    return {"Stream": Stream, "ExternalStream": ExternalStream}
+    return {"Stream": Stream}
+
+
+def _driver(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
+    """Return the driver's library; it notes which threads would invalidate other threads' captures."""
+    relaxed: set[int] = set()
+    strict: list[str] = []
+
+    def exchange(mode: Any) -> None:
+        assert mode._obj.value == 2
+        relaxed.add(threading.get_ident())
+
+    def query(event: Any) -> int:
+        if threading.get_ident() not in relaxed:
+            strict.append(threading.current_thread().name)
+        return 0 if device.has_passed(events[event.value]) else 600
+
+    return types.SimpleNamespace(
+        cuThreadExchangeStreamCaptureMode=exchange, cuEventQuery=query, strict=strict
+    )
 
 
 def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
@@ -210,16 +247,25 @@ def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
             super().__init__(status)
             self.status = status
 
+    current = threading.local()  # CUDA's default is device 0
+    contexts: list[tuple[str, int]] = []
+
+    def set_device(index: int) -> None:
+        contexts.append((threading.current_thread().name, index))
+        current.device = index
+
     return types.SimpleNamespace(
+        contexts=contexts,  # a thread that makes a device current gives the process a context on it
+        setDevice=set_device,
+        getDevice=lambda: getattr(current, "device", 0),
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,
         eventRecord=lambda event, stream: device.record(events[event], stream),
         streamWaitEvent=lambda stream, event: device.wait(stream, events[event]),
-        eventQuery=lambda event: 0 if device.has_passed(events[event]) else 600,
+        streamIsCapturing=device.is_capturing,
         eventSynchronize=lambda event: device.synchronize(events[event]),
         memcpyAsync=lambda target, source, n, kind, stream: device.copy(target, source, n, stream),
         deviceGetPCIBusId=lambda index: "0000:01:00.0",
-        getDevice=lambda: 0,
-        getDeviceCount=lambda: 1,
-        pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=0),
+        getDeviceCount=lambda: device.index + 1,
+        pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=device.index),
     )

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from pyhvd.backends.gpu import nccl_bindings
-from pyhvd.devices.packing import kernel_type
-from pyhvd.dtypes import BY_CODE, Code
+from pyhvd.devices.packing import KERNEL_TYPES
 from tests.devices.kernels_on_cpu import SOURCE
 
 PACKAGE = Path(nccl_bindings.__file__).resolve().parents[2]
@@ -36,16 +35,6 @@ needs_nvrtc = pytest.mark.skipif(
     missing("nvidia.cuda_nvrtc"), reason="nvidia-cuda-nvrtc-cu12 is not installed: run make test-gpu-build"
 )
 needs_cupy = pytest.mark.skipif(missing("cupy"), reason="no cupy-cuda12x: make test-gpu-build")
-
-
-IN_USE = sorted(
-    {
-        kernel_type(code, factor)
-        for code in Code
-        for factor in (1.0, 2.0)
-        if factor == 1.0 or BY_CODE[code].scalable
-    }
-)
 
 
 # -- the kernels, by NVRTC -----------------------------------------------------------------------------
@@ -78,7 +67,7 @@ def compile_with(nvrtc: ctypes.CDLL, name: str, architecture: int) -> tuple[int,
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", [70, 80, 90])
-@pytest.mark.parametrize("name", IN_USE)
+@pytest.mark.parametrize("name", KERNEL_TYPES)
 def test_kernels_compile_without_a_warning(nvrtc: ctypes.CDLL, name: str, architecture: int) -> None:
     assert compile_with(nvrtc, name, architecture) == (0, "")
 
@@ -131,7 +120,10 @@ def _cupy(tmp_path_factory: pytest.TempPathFactory) -> None:
     functions = re.findall(r"\bU (nccl\w+)", listed.stdout)
     assert functions
     folder = tmp_path_factory.mktemp("nccl")
-    (folder / "nccl.c").write_text("\n".join(f"int {name}(void) {{ return 0; }}" for name in functions))
+    kinds = {name: "const char *" if name == "ncclGetErrorString" else "int" for name in functions}
+    values = {"int": "0", "const char *": '"a text"'}
+    code = [f"{kind} {name}(void) {{ return {values[kind]}; }}" for name, kind in kinds.items()]
+    (folder / "nccl.c").write_text("\n".join(code))
     library = folder / "libnccl.so.2"
     command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "nccl.c", "-o", str(library)]
     subprocess.run(command, cwd=folder, check=True)
@@ -142,7 +134,7 @@ def _cupy(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.usefixtures("_cupy")
 def test_cupy_has_every_name_that_is_used() -> None:
     names = set(names_used())
-    assert {"cupy.RawModule", "cupy.cuda.runtime.streamWaitEvent", "cupy.cuda.nvrtc.getVersion"} <= names
+    assert {"cupy.RawModule", "cupy.cuda.runtime.streamWaitEvent"} <= names
     unknown = []
     for name in sorted(names):
         try:
@@ -161,3 +153,29 @@ def test_its_nccl_module_has_every_name_that_is_used() -> None:
     nccl = importlib.import_module("cupy.cuda.nccl")
     assert {name for name in asked[""] if not hasattr(nccl, name)} == set()
     assert {name for name in asked["NcclCommunicator"] if not hasattr(nccl.NcclCommunicator, name)} == set()
+
+
+@needs_cupy
+def test_cupy_takes_pyhvds_streams_without_a_warning() -> None:
+    cupy_device = importlib.import_module("pyhvd.devices.cupy_device")
+    assert cupy_device.cupy_stream(0x100).ptr == 0x100
+    assert cupy_device.cupy_stream(0).ptr == 0
+
+
+@needs_cupy
+@pytest.mark.usefixtures("_cupy")
+def test_no_name_that_is_used_is_deprecated() -> None:
+    documented = {name: getattr(pkgutil.resolve_name(name), "__doc__", None) for name in names_used()}
+    assert [name for name, text in documented.items() if ".. deprecated::" in (text or "")] == []
+
+
+@needs_cupy
+@pytest.mark.usefixtures("_cupy")
+@pytest.mark.parametrize(("code", "text"), [(6, "NCCL_ERROR_REMOTE_ERROR"), (7, "code 7"), (8, "code 8")])
+def test_each_of_nccls_codes_is_described(code: int, text: str) -> None:
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    try:
+        failure: Exception = nccl.NcclError(code)
+    except Exception as exc:
+        failure = exc
+    assert text in nccl_bindings.describe_failure(failure)

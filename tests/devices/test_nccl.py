@@ -118,7 +118,7 @@ def test_one_tensor_alone_is_not_packed() -> None:
 
 
 def test_the_buffer_is_used_again_and_a_large_one_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyhvd.backends.gpu.nccl.KEPT", 10_000)
+    monkeypatch.setattr("pyhvd.devices.fusion_buffer.KEPT", 10_000)
 
     def work(rank: Rank) -> list[int]:
         kept = []
@@ -289,6 +289,7 @@ def test_what_nccl_cannot_reduce_goes_by_the_host() -> None:
         rank.nccl.broadcast(view.span, 0)
         rank.finish()
         rank.nccl.close()
-        return rank.by_host.asked
+        asked: list[str] = rank.by_host.asked
+        return asked
 
     assert good(on_ranks(2, work)) == [["allreduce", "reducescatter", "close"]] * 2

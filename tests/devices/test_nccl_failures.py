@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pyhvd.backends.gpu.nccl_init import Refused
+from pyhvd.backends.gpu import nccl as nccl_backend
+from pyhvd.backends.gpu.nccl_init import Refused, open_nccl
+from pyhvd.devices.base import DeviceContext
 from pyhvd.dtypes import ReduceOp, ReduceSpec
 from pyhvd.errors import TransportError
-from tests.devices.fake_nccl import FakeNccl, NcclError
+from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
+from tests.devices.fake_nccl import FakeCommunicator, FakeNccl, NcclError, PeerDevice
 from tests.devices.nccl_ranks import Rank, good, on_ranks
 
 # -- starting --------------------------------------------------------------------------------------------
@@ -60,6 +66,35 @@ def test_no_id_is_no_communicator() -> None:
     }
 
 
+def test_connecting_ends_when_a_rank_is_lost_and_what_connects_later_is_aborted() -> None:
+    asked, released, aborted = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(FakeNccl):
+        def NcclCommunicator(self, size: int, made: Any, rank: int) -> Any:  # noqa: N802
+            asked.set()
+            assert released.wait(20)
+            return types.SimpleNamespace(abort=aborted.set)
+
+    def why() -> str:
+        return "rank 1 has ended" if asked.is_set() else ""
+
+    fabric, device = ThreadFabric(ThreadGroup(1, 30.0), 0), PeerDevice()
+    context = DeviceContext(device, 0, device)
+    with pytest.raises(TransportError, match="connecting the ranks by NCCL was given up: rank 1 has ended"):
+        open_nccl(fabric, context, _with_ids(Slow()), _never, 30.0, why)
+    released.set()
+    assert aborted.wait(10)
+
+
+def _with_ids(library: Any) -> Any:
+    library.get_unique_id = library.new_id
+    return library
+
+
+def _never() -> Any:
+    raise AssertionError
+
+
 # -- failing ---------------------------------------------------------------------------------------------
 
 
@@ -93,6 +128,19 @@ def test_a_call_that_fails_aborts_the_communicator_and_the_others_learn_of_it() 
     text = "NCCL failed on cuda:0: NcclError: NCCL_ERROR_REMOTE_ERROR: a peer has aborted"
     assert other == (text, f"NCCL's communicator is gone: {text}")
     assert sorted(nccl.aborted) == [0, 1]
+
+
+def test_a_code_that_cupy_does_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_progress(comm: FakeCommunicator) -> None:
+        raise KeyError(7)  # of the names in CuPy's NcclError
+
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", in_progress)
+
+    def work(rank: Rank) -> None:
+        with pytest.raises(TransportError, match=r"^NCCL failed on cuda:0: NCCL's code 7$"):
+            rank.nccl.check()
+
+    good(on_ranks(1, work))
 
 
 def test_a_group_that_fails_is_ended() -> None:
@@ -140,6 +188,52 @@ def test_abort_ends_what_waits_for_a_rank_that_is_gone() -> None:
     assert nccl.destroyed == []
 
 
+def test_an_abort_waits_for_the_call_that_another_thread_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL frees the communicator, so the call would use freed memory."""
+    inside, seen = threading.Event(), []
+
+    def check(comm: FakeCommunicator) -> None:
+        inside.set()
+        time.sleep(0.2)
+        inside.clear()
+
+    def abort(comm: FakeCommunicator) -> None:
+        seen.append(inside.is_set())
+
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", check)
+    monkeypatch.setattr(FakeCommunicator, "abort", abort)
+
+    def work(rank: Rank) -> None:
+        asking = threading.Thread(target=rank.nccl.check)
+        asking.start()
+        assert inside.wait(10)
+        rank.nccl.abort("rank 1 has been killed")
+        asking.join()
+        rank.nccl.close()
+
+    good(on_ranks(1, work))
+    assert seen == [False]
+
+
+def test_a_call_that_blocks_is_ended_by_the_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted = threading.Event()
+    monkeypatch.setattr(nccl_backend, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", lambda comm: aborted.wait(20))
+    monkeypatch.setattr(FakeCommunicator, "abort", lambda comm: aborted.set())
+
+    def work(rank: Rank) -> None:
+        asking = threading.Thread(target=rank.nccl.check)
+        asking.start()
+        while not rank.nccl._calling.locked():
+            time.sleep(0.01)
+        rank.nccl.abort("rank 1 has been killed")
+        asking.join(10)
+        assert not asking.is_alive()
+        rank.nccl.close()
+
+    good(on_ranks(1, work))
+
+
 def test_closing_gives_up_communicator_and_buffer() -> None:
     def work(rank: Rank) -> int:
         pair = [rank.array(np.ones(64, np.float32)) for _ in range(2)]
@@ -150,6 +244,7 @@ def test_closing_gives_up_communicator_and_buffer() -> None:
         rank.nccl.close()
         with pytest.raises(TransportError, match="it has been closed"):
             rank.nccl.check()
+        rank.context.buffer.free()
         return rank.device.allocated - before
 
     nccl = FakeNccl()

@@ -30,6 +30,17 @@ def same(got: Any, want: Any) -> None:
     np.testing.assert_array_equal(got.get(), want)
 
 
+def spin_kernel() -> Any:
+    """Return a kernel that runs for ``n`` clocks."""
+    import cupy
+
+    return cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n, float *x)'
+        " { long long t = clock64(); while (clock64() - t < n); x[0] += 1; }",
+        "spin",
+    )
+
+
 @on_ranks(1, 2, 4, timeout=120)
 def test_every_verb() -> None:
     import cupy
@@ -99,11 +110,7 @@ def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> 
     import cupy
 
     hvd.init()
-    spin = cupy.RawKernel(
-        'extern "C" __global__ void spin(long long n, float *x)'
-        " { long long t = clock64(); while (clock64() - t < n); x[0] += 1; }",
-        "spin",
-    )
+    spin = spin_kernel()
     hvd.allreduce(cupy.ones(1000, np.float32), name="warm").get()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         array = cupy.ones(1000, np.float32)
@@ -132,11 +139,7 @@ def test_a_result_is_whole_as_long_as_another_stream_reads_it() -> None:
 
     hvd.init()
     count = 4_000_000
-    spin = cupy.RawKernel(
-        'extern "C" __global__ void spin(long long n, float *x)'
-        " { long long t = clock64(); while (clock64() - t < n); x[0] += 1; }",
-        "spin",
-    )
+    spin = spin_kernel()
     values = cupy.arange(count, dtype=np.float32)
     cupy.full(count, 7, np.float32).copy().get()
     spin((1,), (1,), (np.int64(1), cupy.zeros(1, np.float32)))
@@ -174,3 +177,49 @@ def test_submitting_takes_microseconds() -> None:
             for handle in handles:
                 hvd.synchronize(handle)
         assert statistics.median(times[len(arrays) :]) < 20e-6, submit.__name__
+
+
+@on_ranks(1, timeout=120)
+def test_captures_of_graphs_are_refused_here_and_left_alone_elsewhere() -> None:
+    import cupy
+
+    hvd.init()
+    count, stream = cupy.zeros(1, np.float32), cupy.cuda.Stream(non_blocking=True)
+    for k in range(20):  # pyhvd's thread asks for events and allocates while this thread captures
+        handle = hvd.grouped_allreduce_async([cupy.ones(1_000_000, np.float32)] * 2, name=f"x{k}")
+        with stream:
+            stream.begin_capture()
+            count += 1
+            with pytest.raises(RuntimeError, match="outside of the capture"):
+                hvd.allreduce(count, name="captured")
+            graph = stream.end_capture()
+        graph.launch(stream)
+        hvd.synchronize(handle)
+    stream.synchronize()
+    same(count, [20])
+
+
+@on_ranks(1, timeout=120)
+def test_asking_for_events_leaves_no_error_on_the_thread() -> None:
+    import cupy
+
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+
+    def launch(_: Any) -> None:
+        seen.append(float((torch.ones(3, device="cuda") + 1).sum()))  # checks the thread's last error
+
+    hvd.init()
+    seen: list[float] = []
+    spin = spin_kernel()
+    for k in range(5):
+        spin((1,), (1,), (np.int64(400_000_000), cupy.zeros(1, np.float32)))
+        busy = hvd.allreduce_async(cupy.ones(4, np.float32), name=f"busy{k}")
+        busy.wait()
+        time.sleep(0.05)  # pyhvd's thread hears that the work has not ended
+        handle = hvd.allreduce_async(cupy.ones(4, np.float32), name=f"next{k}")
+        handle.add_done_callback(launch)
+        hvd.synchronize(handle)
+        hvd.synchronize(busy)
+    assert seen == [6.0] * 5

@@ -45,7 +45,6 @@ class OnGpu:
         self.device = cuda_device(0)
         self.stream = self.device.make_stream()
         self.packer = self.device.packer()
-        assert self.packer is not None, "NVRTC is not found"
         self.code, self.counts = code, words(counts)
         self.offsets, total = lay_out(counts, BY_CODE[code].itemsize)
         item = BY_CODE[code].itemsize
@@ -88,7 +87,6 @@ class OnGpu:
         return [whole[o : o + n] for o, n in zip(self.offsets, self.counts, strict=True)]
 
     def unpack(self, factor: float = 1.0) -> list[Array]:
-        assert self.packer is not None
         self.packer.unpack(
             int(self.buffer.data.ptr),
             self.offsets,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,6 +21,7 @@ from pyhvd.devices.base import DeviceContext
 from pyhvd.testing import RanksFailed, run_ranks
 from pyhvd.transport.fabric import Fabric
 from tests.conformance.oracle import rows, same
+from tests.devices import fake_nccl
 from tests.devices.fake import FakeLibrary, fake_array
 from tests.devices.fake_nccl import FakeNccl, NcclError, PeerDevice
 
@@ -30,8 +34,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
     monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
 
-    def open_peer(fabric: Fabric, context: DeviceContext, whole: FakeNccl, by_host: Any) -> NcclBackend:
-        return open_nccl(fabric, context, whole.rank(cast(PeerDevice, context.device)), by_host)
+    def open_peer(
+        fabric: Fabric, context: DeviceContext, whole: FakeNccl, by_host: Any, **options: Any
+    ) -> NcclBackend:
+        return open_nccl(fabric, context, whole.rank(cast(PeerDevice, context.device)), by_host, **options)
 
     for module in (nccl_init, select):
         monkeypatch.setattr(module, "load_library", lambda: library)
@@ -98,6 +104,62 @@ def test_every_verb(size: int, seed: int, nccl: FakeNccl) -> None:
     assert called >= {"allReduce", "broadcast"} | ({"send", "recv"} if size > 1 else set())
     assert sorted(nccl.destroyed) == list(range(size))
     assert nccl.aborted == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_average_of_16_bits_does_not_overflow(dtype: str, nccl: FakeNccl) -> None:
+    most = 40000.0 if dtype == "float16" else 2.0**127
+
+    def body(device: PeerDevice) -> None:
+        values = np.full(24, most, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        one = hvd.allreduce(fake_array(device, values), name="one")
+        pair = hvd.grouped_allreduce([fake_array(device, values)] * 2, name="pair")
+        rows = hvd.reducescatter(fake_array(device, values), name="rows")
+        for result in (one, *pair, rows):
+            assert set(result.get().astype(float)) == {most}
+
+    on_devices(4, body)
+
+
+def ring_order(parts: list[Any], op: int) -> Any:
+    """Sum each rank's chunk from another rank on, as NCCL's ring does."""
+    assert op == FakeNccl.NCCL_SUM
+    chunks = [np.array_split(part, len(parts)) for part in parts]
+    turned = [[chunks[(c + k) % len(parts)][c] for k in range(len(parts))] for c in range(len(parts))]
+    return np.concatenate([functools.reduce(np.add, each) for each in turned])
+
+
+@pytest.mark.parametrize("fused_by", ["time", "call"])
+def test_bits_do_not_depend_on_what_is_ready_at_the_same_time(
+    fused_by: str, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_nccl, "_fold", ring_order)
+
+    def body(device: PeerDevice, *, apart: bool) -> list[Any]:
+        values = np.random.default_rng(hvd.rank()).standard_normal((4, 999)).astype(np.float32)
+        pairs = [[fake_array(device, each) for each in values[first : first + 2]] for first in (0, 2)]
+        handles = []
+        for name, pair in zip("ab", pairs, strict=True):
+            if fused_by == "call":
+                handles += [
+                    hvd.allreduce_async_(each, op=hvd.Sum, name=f"{name}{i}") for i, each in enumerate(pair)
+                ]
+            else:
+                handles.append(hvd.grouped_allreduce_async_(pair, op=hvd.Sum, name=name))
+            if apart:
+                handles[-1].result()
+        for handle in handles:
+            handle.result()
+        return [each.get() for pair in pairs for each in pair]
+
+    for first, second in zip(
+        *(
+            on_devices(3, partial(body, apart=apart), cycle_time_ms=20.0, device_fusion=fused_by)[0]
+            for apart in (False, True)
+        ),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("seed", range(3))

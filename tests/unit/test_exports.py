@@ -91,6 +91,7 @@ SIGNATURES: dict[str, list[str]] = {
     "barrier": ["process_set=global"],
     "poll": ["handle"],
     "synchronize": ["handle"],
+    "device_synchronize": ["timeout=None"],
     "init": ["comm=None", "process_sets=None"],
     "shutdown": [],
     "start_timeline": ["file_path", "mark_cycles=False"],

@@ -24,16 +24,23 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.backends.gpu.nccl_bindings import Library, Terms, reduction
+from pyhvd.backends.gpu.nccl_bindings import Library, Terms, describe_failure, reduction
 from pyhvd.backends.host import shares_of
-from pyhvd.devices.base import DeviceBackend, DeviceContext, DeviceView, DeviceViews, Memory, Span
+from pyhvd.devices.base import DeviceBackend, DeviceContext, DeviceView, DeviceViews, Span
 from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
 from pyhvd.dtypes import Code, ReduceSpec
 from pyhvd.errors import TransportError
 from pyhvd.transport.fabric import PerRank
 
-KEPT = 128 * 1024 * 1024
-"""Bytes; a larger buffer returns to the device's pool after use."""
+ABORT_SECONDS = 4.0
+"""Seconds that a closing backend waits for the end of an abort."""
+
+CALL_SECONDS = 1.0
+"""Seconds after which a call of NCCL that has not returned counts as blocked."""
+
+
+class _GoneError(TransportError):
+    """A call of a communicator that was aborted or closed."""
 
 
 @dataclass(eq=False)
@@ -41,7 +48,8 @@ class NcclBackend:
     """Runs agreed collectives by NCCL; implements :class:`pyhvd.devices.base.DeviceBackend`.
 
     Every failure aborts the communicator. That ends the queued work on this device and, over a network, on
-    the peers' devices; later calls fail at once.
+    the peers' devices; later calls fail at once. An abort runs on a thread of its own: NCCL may take seconds
+    for it, and may wait for the abort of another communicator of this device.
 
     Parameters
     ----------
@@ -55,9 +63,15 @@ class NcclBackend:
         NCCL.
     by_host : callable
         Makes the backend for the few reductions that NCCL lacks; called when one is first needed.
+
+    Attributes
+    ----------
+    failure : str
+        Why the communicator was aborted or closed.
     """
 
     name = "NCCL"
+    sums_wide = False
 
     comm: Any
     rank: int
@@ -65,19 +79,25 @@ class NcclBackend:
     context: InitVar[DeviceContext]
     library: Library
     by_host: Callable[[], DeviceBackend]
-    _buffer: Memory | None = None
-    _broken: str = ""
+    failure: str = ""
     # The watchdog's thread may abort while the runtime's thread closes.
     _ending: threading.Lock = field(default_factory=threading.Lock)
+    _aborting: threading.Thread | None = None
+    # Held while a thread is in a call of the communicator, which an abort would free.
+    _calling: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self, context: DeviceContext) -> None:
         assert context.packer is not None  # usable_version() raises an error for a device without a packer
-        self.stream = context.stream
+        self.stream, self._room = context.stream, context.buffer.room
         self._device, self._packer = context.device, context.packer
         self._byte = self.library.NCCL_UINT8
         self._by_host = functools.cache(self.by_host)
 
     # -- reductions ----------------------------------------------------------------------------------
+
+    def allreduce_room(self, counts: Sequence[int], spec: ReduceSpec, *, joined: bool) -> int:
+        packs = len(counts) > 1 or joined
+        return lay_out(counts, spec.info.itemsize)[1] * spec.info.itemsize if packs else 0
 
     def allreduce(
         self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
@@ -106,6 +126,14 @@ class NcclBackend:
                 self._pack(buffer, offsets, _addresses(sources), counts, spec)
                 self._reduce(self.comm.allReduce, buffer, buffer, total, terms)
                 self._unpack(buffer, offsets, targets, counts, spec)
+
+    def reducescatter_room(self, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec, *, joined: bool) -> int:
+        parts, _ = shares_of(shapes, self.size)
+        blocks = [max(part) for part in parts]
+        if len(shapes) == 1 and not joined and spec.prescale == 1.0:
+            return 0
+        total = lay_out(blocks, spec.info.itemsize)[1] * self.size
+        return (total + lay_out(blocks[:1], spec.info.itemsize)[1]) * spec.info.itemsize
 
     def reducescatter(
         self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
@@ -244,39 +272,48 @@ class NcclBackend:
             self.comm.check_async_error()
 
     def abort(self, why: str) -> None:
-        """End the queued work, and make later calls fail; not collective.
+        """Make later calls fail, begin to end the queued work, and return; not collective.
 
         Any thread may call it, even while another thread is inside NCCL.
         """
-        if self._is_first_to_end(why):
-            with suppress(Exception):  # a failed communicator may raise its error again
-                self.comm.abort()
+        with self._ending:
+            if self.failure:
+                return
+            self.failure = why
+            self._aborting = threading.Thread(target=self._abort, name="pyhvd-nccl-abort", daemon=True)
+        self._aborting.start()
+
+    def _abort(self) -> None:
+        """Free the communicator when no thread is in a call of it; a call that blocks ends only by this."""
+        free = self._calling.acquire(timeout=CALL_SECONDS)
+        self._device.take_thread()
+        with suppress(Exception):  # a failed communicator may raise its error again
+            self.comm.abort()
+        if free:
+            self._calling.release()
 
     def close(self) -> None:
-        """Free communicator and buffer; collective. Queued work must be done."""
-        self._buffer = None
+        """Free the communicator; collective. Queued work must be done."""
         if self._by_host.cache_info().currsize:
             self._by_host().close()
-        if self._is_first_to_end("it has been closed"):
-            self.comm.destroy()
-
-    def _is_first_to_end(self, why: str) -> bool:
-        """Return True to the first caller only, which must then end the communicator."""
         with self._ending:
-            first = not self._broken
-            if first:
-                self._broken = why
-        return first
+            first, self.failure = not self.failure, self.failure or "it has been closed"
+        if first:
+            self.comm.destroy()
+        elif self._aborting is not None:
+            self._aborting.join(ABORT_SECONDS)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        if self._broken:
-            raise TransportError(f"NCCL's communicator is gone: {self._broken}")
         try:
-            with self._device.acting():
+            with self._calling:
+                if self.failure:
+                    raise _GoneError(f"NCCL's communicator is gone: {self.failure}")
                 yield
+        except _GoneError:
+            raise
         except Exception as exc:
-            text = f"NCCL failed on {self._device.name}: {type(exc).__name__}: {exc}"
+            text = f"NCCL failed on {self._device.name}: {describe_failure(exc)}"
             self.abort(text)
             raise TransportError(text) from exc
 
@@ -292,21 +329,7 @@ class NcclBackend:
             raise
         self.library.groupEnd()
 
-    # -- memory ----------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _room(self, nbytes: int) -> Iterator[int]:
-        """Yield the address of memory for the communication stream's work; 0 if ``nbytes`` is 0."""
-        memory = self._buffer
-        if not nbytes:
-            yield 0
-            return
-        if memory is None or memory.nbytes < nbytes:
-            self._buffer = None  # free the old one first
-            memory = self._device.allocate(nbytes, self.stream)
-            if nbytes <= KEPT:
-                self._buffer = memory
-        yield memory.ptr
+    # -- packing ---------------------------------------------------------------------------------------
 
     @staticmethod
     def _is_direct(sources: DeviceViews, targets: DeviceViews, spec: ReduceSpec) -> bool:

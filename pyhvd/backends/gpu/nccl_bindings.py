@@ -79,6 +79,17 @@ def load_library() -> Library:
     return library
 
 
+def describe_failure(exc: Exception) -> str:
+    """Return an error of a call of NCCL as text.
+
+    CuPy names NCCL's codes up to 6. For a later one, as of a call that is in progress (7), its error class
+    raises a KeyError of the code.
+    """
+    if isinstance(exc, KeyError) and exc.args and isinstance(exc.args[0], int):
+        return f"NCCL's code {exc.args[0]}"
+    return f"{type(exc).__name__}: {exc}"
+
+
 def version_text(version: int) -> str:
     """Return NCCL's version number, 22304 or (before 2.9) 2708, as text: ``"2.23.4"``, ``"2.7.8"``."""
     major, rest = divmod(version, 10_000) if version >= 10_000 else divmod(version, 1000)

@@ -6,19 +6,25 @@ All ranks of a set use NCCL, or none does: each rank learns of every rank's erro
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import msgspec
 
 from pyhvd.backends.gpu.nccl import NcclBackend
-from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
+from pyhvd.backends.gpu.nccl_bindings import Library, describe_failure, load_library, version_text
 from pyhvd.common.text import list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
+from pyhvd.errors import TransportError
 from pyhvd.transport.fabric import Fabric, allgather_bytes, decode_from
 
 CONNECT_S = 120.0
 """Time limit for connecting, in seconds: NCCL has none, so it would wait for a missing rank forever."""
+
+LOOK_S = 0.05
+"""Seconds between two looks whether connecting shall be given up."""
 
 ERROR_LENGTH = 512
 """Most characters of an error that ranks tell each other."""
@@ -28,7 +34,7 @@ class Refused(Exception):
     """NCCL does not connect a process set. The text is the same on all ranks: it says where and why."""
 
 
-def usable_version(device: Device) -> str:
+def usable_version(context: DeviceContext) -> str:
     """Return NCCL's version.
 
     Raises
@@ -36,11 +42,8 @@ def usable_version(device: Device) -> str:
     ImportError, RuntimeError
         NCCL cannot be used here; the text says why.
     """
-    if device.packer() is None:
-        raise RuntimeError(
-            "pyhvd's kernels cannot be compiled, as NVRTC is not found: pip install"
-            ' "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it'
-        )
+    if context.packer is None:
+        raise RuntimeError(context.no_packer[:ERROR_LENGTH])
     return version_text(load_library().get_version())
 
 
@@ -50,6 +53,7 @@ def open_nccl(
     library: Library,
     by_host: Callable[[], DeviceBackend],
     timeout: float = CONNECT_S,
+    why_give_up: Callable[[], str] = str,
 ) -> NcclBackend:
     """Connect the ranks of a process set by NCCL; collective over the set.
 
@@ -61,9 +65,13 @@ def open_nccl(
         As for :class:`NcclBackend`.
     timeout : float
         Time limit in seconds.
+    why_give_up : callable
+        Returns why connecting shall be given up; empty as long as it shall not.
 
     Raises
     ------
+    TransportError
+        Connecting was given up.
     Refused
         Connecting failed on some rank; raised on all ranks, and no rank holds a communicator.
     """
@@ -73,7 +81,9 @@ def open_nccl(
     comm: Any = None
     error = ""
     try:
-        comm = _connect(library, context.device, fabric.size, made, fabric.rank, timeout)
+        comm = _connect(library, context.device, fabric.size, made, fabric.rank, timeout, why_give_up)
+    except TransportError:
+        raise
     except Exception as exc:
         error = _text_of(exc)
     texts = [text.decode() for text in allgather_bytes(fabric, error.encode())]
@@ -98,32 +108,45 @@ def _broadcast_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] |
 
 
 def _connect(
-    library: Library, device: Device, size: int, made: bytes | tuple[int, ...], rank: int, timeout: float
+    library: Library,
+    device: Device,
+    size: int,
+    made: bytes | tuple[int, ...],
+    rank: int,
+    timeout: float,
+    why_give_up: Callable[[], str],
 ) -> Any:
     """Return a communicator.
 
     A thread of its own connects: NCCL waits for all ranks, and has no time limit.
     """
-    outcome: list[Any] = []
+    outcome: Future[Any] = Future()
 
     def connect() -> None:
+        comm = failure = None
         try:
-            with device.acting():
-                outcome.append(library.NcclCommunicator(size, made, rank))
+            device.take_thread()
+            comm = library.NcclCommunicator(size, made, rank)
         except Exception as exc:
-            outcome.append(exc)
+            failure = exc
+        if outcome.set_running_or_notify_cancel():
+            outcome.set_result(comm) if failure is None else outcome.set_exception(failure)
+        elif comm is not None:  # connecting was given up
+            comm.abort()
 
-    thread = threading.Thread(target=connect, name="pyhvd-nccl-connect", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if not outcome:
-        raise TimeoutError(f"NCCL has not connected the ranks within {timeout:g} s")
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
+    threading.Thread(target=connect, name="pyhvd-nccl-connect", daemon=True).start()
+    until = time.monotonic() + timeout
+    while not outcome.done():
+        wait([outcome], LOOK_S)
+        why = why_give_up()
+        if (why or time.monotonic() > until) and outcome.cancel():
+            if why:
+                raise TransportError(f"connecting the ranks by NCCL was given up: {why}")
+            raise TimeoutError(f"NCCL has not connected the ranks within {timeout:g} s")
+    return outcome.result()
 
 
 def _text_of(exc: Exception) -> str:
     """Return an error as text that UTF-8 can encode, cut to :data:`ERROR_LENGTH`."""
-    text = f"{type(exc).__name__}: {exc}"[:ERROR_LENGTH]
+    text = describe_failure(exc)[:ERROR_LENGTH]
     return text.encode("utf-8", "backslashreplace").decode()

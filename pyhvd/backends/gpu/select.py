@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -14,7 +14,7 @@ from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.kernel import boot_id
 from pyhvd.common.text import describe_ranks, list_some
-from pyhvd.devices.base import Device, DeviceBackend, DeviceContext
+from pyhvd.devices.base import DeviceBackend, DeviceContext
 from pyhvd.transport.fabric import allgather_decoded
 
 _log = logging.getLogger("pyhvd")
@@ -45,18 +45,20 @@ class RankDevice(msgspec.Struct, frozen=True, array_like=True):
 _rank_decoder = msgspec.msgpack.Decoder(RankDevice)
 
 
-def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[int]) -> DeviceBackend:
+def open_backend(
+    host: HostBackend, context: DeviceContext, members: Sequence[int], why_give_up: Callable[[], str]
+) -> DeviceBackend:
     """Return a process set's backend for arrays on devices; collective over the set.
 
     Set rank 0 logs the choice and, if it is not NCCL, the reason. ``host`` is the set's backend for arrays in
-    host memory; ``members`` are the set's global ranks.
+    host memory; ``members`` are the set's global ranks. For ``why_give_up`` see :func:`open_nccl`.
     """
-    ranks = allgather_decoded(host.fabric, _describe(context.device), _rank_decoder, "its device")
+    ranks = allgather_decoded(host.fabric, _describe(context), _rank_decoder, "its device")
     by_host = partial(StagedBackend, host, context)
     reason = why_not_nccl(ranks, members)
     if not reason:
         try:
-            backend = open_nccl(host.fabric, context, load_library(), by_host)
+            backend = open_nccl(host.fabric, context, load_library(), by_host, why_give_up=why_give_up)
         except Refused as exc:
             reason = f"NCCL does not connect them: {exc}"
         else:
@@ -66,13 +68,14 @@ def open_backend(host: HostBackend, context: DeviceContext, members: Sequence[in
     return by_host()
 
 
-def _describe(device: Device) -> RankDevice:
+def _describe(context: DeviceContext) -> RankDevice:
+    device = context.device
     identity = device.identity()
     if not identity:
         return RankDevice("")
     version = error = ""
     try:
-        version = usable_version(device)
+        version = usable_version(context)
     except (ImportError, RuntimeError) as exc:
         error = str(exc)
     return RankDevice(f"{boot_id()}/{identity}", device.name, version, error)

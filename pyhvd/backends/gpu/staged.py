@@ -14,7 +14,7 @@ import numpy as np
 
 from pyhvd.arrays import Bytes, TensorView
 from pyhvd.backends.host import HostBackend, Window, shares_of, windows
-from pyhvd.devices.base import DeviceContext, DeviceView, DeviceViews, Memory, Span
+from pyhvd.devices.base import DeviceContext, DeviceView, DeviceViews, Span
 from pyhvd.devices.pack_plan import Words, lay_out
 from pyhvd.devices.staging_pipeline import Pipeline, StagedCopy, TransferPiece
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp, ReduceSpec
@@ -35,13 +35,14 @@ class StagedBackend:
     """
 
     name = "STAGED"
+    sums_wide = True
+    failure = ""
 
     def __init__(self, host: HostBackend, context: DeviceContext) -> None:
         self.rank, self.size, self.stream = host.rank, host.size, context.stream
         self._host = host
         self._device, self._packer = context.device, context.packer
-        self._pipeline = Pipeline(context.device, context.stream)
-        self._buffer: Memory | None = None
+        self._pipeline, self._room = Pipeline(context.device, context.stream), context.buffer.room
 
     def check(self) -> None:
         """Do nothing: queued copies wait for no other rank."""
@@ -50,10 +51,12 @@ class StagedBackend:
         """Do nothing: queued copies wait for no other rank."""
 
     def close(self) -> None:
-        """Free the fusion buffer."""
-        self._buffer = None
+        """Do nothing: the pipeline's memory is freed with this object."""
 
     # -- reductions ----------------------------------------------------------------------------------
+
+    def allreduce_room(self, counts: Sequence[int], spec: ReduceSpec, *, joined: bool) -> int:  # noqa: ARG002
+        return lay_out(counts, spec.info.itemsize)[1] * spec.info.itemsize if len(counts) > 1 else 0
 
     def allreduce(
         self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
@@ -64,22 +67,26 @@ class StagedBackend:
         offsets, total = lay_out(counts, info.itemsize)
         if len(counts) == 1:
             total = counts[0]
-        down, up = (froms[0].ptr, tos[0].ptr) if froms else (0, 0)
-        if froms and len(counts) > 1:
-            down = up = self._fusion_buffer(total * info.itemsize)
-            self._gather(down, offsets, froms, info)
+        fuses = bool(froms) and len(counts) > 1
 
         def reduce(given: Bytes, result: Bytes) -> None:
             source, target = (TensorView(given, info), TensorView(result, info)) if froms else (None, None)
             count = len(given) // info.itemsize
             self._host.allreduce([source], [target], [count], spec)
 
-        self._pipeline.run(
-            TransferPiece(reduce, nbytes, nbytes, _whole(down, first, nbytes), _whole(up, first, nbytes))
-            for first, nbytes in self._walk(total * info.itemsize, info.itemsize, self._host.piece_size)
-        )
-        if froms and len(counts) > 1:
-            self._scatter(up, offsets, tos, info)
+        with self._room(total * info.itemsize if fuses else 0) as buffer:
+            down, up = (buffer, buffer) if fuses else (froms[0].ptr, tos[0].ptr) if froms else (0, 0)
+            if fuses:
+                self._gather(buffer, offsets, froms, info)
+            self._pipeline.run(
+                TransferPiece(reduce, nbytes, nbytes, _whole(down, first, nbytes), _whole(up, first, nbytes))
+                for first, nbytes in self._walk(total * info.itemsize, info.itemsize, self._host.piece_size)
+            )
+            if fuses:
+                self._scatter(buffer, offsets, tos, info)
+
+    def reducescatter_room(self, *_: object, **__: object) -> int:
+        return 0
 
     def reducescatter(
         self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
@@ -196,13 +203,6 @@ class StagedBackend:
         return max(self._host.pieces.staging_size // self.size // item, 1)
 
     # -- fusion --------------------------------------------------------------------------------------
-
-    def _fusion_buffer(self, nbytes: int) -> int:
-        """Return the address of the fusion buffer, which grows as needed."""
-        if self._buffer is None or self._buffer.nbytes < nbytes:
-            self._buffer = None  # free the old one first
-            self._buffer = self._device.allocate(nbytes, self.stream)
-        return self._buffer.ptr
 
     def _gather(self, buffer: int, offsets: Words, sources: Sequence[DeviceView], info: DtypeInfo) -> None:
         if self._packer is not None:

@@ -12,9 +12,9 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.backends.gpu.nccl_init import usable_version
-from pyhvd.devices import array_libraries
+from pyhvd.devices import array_libraries, cuda_driver
 from pyhvd.devices.array_libraries import adopt
-from pyhvd.devices.base import DeviceView
+from pyhvd.devices.base import DeviceContext, DeviceView
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeDevice, fake_array
@@ -25,18 +25,26 @@ OURS = [f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_arrays", "dlpa
 SEEDS = range(5)
 
 
-@pytest.fixture(params=SEEDS)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    fake = FakeDevice(seed=request.param)
-    cupy = make_cupy(fake)
+@contextlib.contextmanager
+def using_cupy(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Put a stand-in of CuPy, whose device this is, in the place of CuPy."""
+    cupy: Any = make_cupy(device)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    monkeypatch.setattr(cuda_driver, "driver", lambda: cupy.cuda.driver)
     monkeypatch.setattr(array_libraries, "_libraries", {})
     for name in OURS:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield fake
+    yield cupy
     for name in OURS:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(params=SEEDS)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    fake = FakeDevice(seed=request.param)
+    with using_cupy(fake, monkeypatch):
+        yield fake
 
 
 def cupy_array(values: Any) -> Any:
@@ -135,7 +143,6 @@ def test_a_device_packs_on_the_stream_that_it_is_told(device: FakeDevice) -> Non
 
     cuda = cuda_device(0)
     packer = cuda.packer()
-    assert packer is not None
     stream = device.make_stream()
     with device.using(stream):
         source, target = cupy_array([1.0, 2.0, 3.0]), cupy_array(np.zeros(8))
@@ -145,16 +152,22 @@ def test_a_device_packs_on_the_stream_that_it_is_told(device: FakeDevice) -> Non
         np.testing.assert_array_equal(target.get()[:4], [2.0, 4.0, 6.0, 0.0])
 
 
-def test_without_nvrtc_a_device_packs_nothing(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> tuple[int, int]:
-        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
-
+@pytest.mark.parametrize("missing", ["INT8", "FLOAT16"])
+def test_a_kernel_that_cannot_be_compiled_is_known_before_the_ranks_agree(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """One rank without NVRTC, or with a cache that it cannot write, must not fail inside a batch."""
     from pyhvd.devices.cupy_device import cuda_device
 
-    monkeypatch.setattr(sys.modules["cupy"].cuda.nvrtc, "getVersion", missing)
-    assert cuda_device(0).packer() is None
-    with pytest.raises(RuntimeError, match="pyhvd's kernels cannot be compiled, as NVRTC is not found"):
-        usable_version(cuda_device(0))
+    def compile_module(module: Any) -> None:
+        if module._type == missing:
+            raise OSError("[Errno 30] Read-only file system: '/root/.cupy'")
+
+    monkeypatch.setattr(sys.modules["cupy"].RawModule, "compile", compile_module)
+    context = DeviceContext.open(cuda_device(0))
+    assert context.packer is None
+    with pytest.raises(RuntimeError, match=r"kernels cannot be compiled: OSError: .* Read-only file system"):
+        usable_version(context)
 
 
 def test_the_interface(device: FakeDevice) -> None:
@@ -186,6 +199,7 @@ def test_the_interface_of_a_strided_array(device: FakeDevice) -> None:
     ("changes", "error", "text"),
     [
         ({"mask": object()}, TypeError, "cannot take a masked array"),
+        ({"data": (0, False)}, TypeError, "this array of 24 bytes has no memory: its address is 0"),
         ({"typestr": ">f8"}, hvd.UnsupportedDtypeError, "'>f8' is not in this machine's byte order"),
     ],
 )
@@ -227,6 +241,57 @@ def test_stream_0_is_that_of_the_device(device: FakeDevice) -> None:
     cuda_device(0).wait(0, event)
     cuda_device(0).copy(1, 2, 3, 0)
     assert seen == [[0], [0], [0]]
+
+
+def test_pyhvds_threads_make_no_context_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a thread's work its device must not become device 0, as CUDA's default is."""
+
+    def body() -> None:
+        cupy = sys.modules["cupy"]
+        cupy.cuda.Device(1).use()
+        for _ in range(2):
+            array = cupy_array(np.arange(100.0))
+            pair = hvd.grouped_allreduce([array, array], op=hvd.Sum, name="pair")
+            assert pair[1].get().tolist() == (2 * np.arange(100.0)).tolist()
+            view = cupy_array(np.arange(40.0)).strided()
+            assert hvd.allreduce_(view, op=hvd.Sum, name="z") is view
+
+    with using_cupy(FakeDevice(index=1), monkeypatch) as cupy:
+        on_ranks(body)
+        made = {index for thread, index in cupy.cuda.runtime.contexts if thread.startswith("pyhvd")}
+    assert made == {1}
+
+
+def test_a_capturing_stream_is_refused(device: FakeDevice) -> None:
+    stream = device.make_stream()
+
+    def body() -> None:
+        array = cupy_array(np.ones(4))
+        handle = hvd.allreduce_async(array, op=hvd.Sum, name="x")
+        handle.wait()
+        with device.using(stream):
+            calls: tuple[Callable[[], Any], ...] = (
+                handle.result,
+                lambda: hvd.allreduce(array),
+                lambda: hvd.allreduce_(array),
+            )
+            for call in calls:
+                with pytest.raises(RuntimeError, match=r"captures a CUDA graph, .* outside of the capture"):
+                    call()
+        assert handle.result().get().tolist() == [1.0] * 4
+
+    device.capturing.add(stream)
+    run_ranks(1, body)
+    assert not device._streams[stream], "nothing became part of the graph"
+
+
+def test_pyhvds_threads_invalidate_no_capture(device: FakeDevice) -> None:
+    def body() -> None:
+        array = cupy_array(np.ones(1000))
+        hvd.grouped_allreduce([array, array], op=hvd.Sum, name="x")
+
+    on_ranks(body)
+    assert sys.modules["cupy"].cuda.driver.strict == []
 
 
 def test_targets_whose_elements_share_memory_are_refused(device: FakeDevice) -> None:
@@ -300,7 +365,7 @@ def test_a_device_that_reports_an_error(device: FakeDevice) -> None:
     assert cuda_device(0) is cuda_device(0)
     assert cuda_device(0).identity() == "0000:01:00.0"
     assert count_devices() == 1
-    runtime.eventQuery = lambda event: 719
+    sys.modules["cupy"].cuda.driver.cuEventQuery = lambda event: 719
     with pytest.raises(runtime.CUDARuntimeError):
         cuda_device(0).has_passed(cuda_device(0).make_event())
 

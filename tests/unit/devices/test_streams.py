@@ -14,7 +14,7 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.arrays import Array
-from pyhvd.devices import array_libraries
+from pyhvd.devices import array_libraries, cuda_driver
 from pyhvd.devices.array_libraries import adopt
 from pyhvd.devices.base import Stream
 from pyhvd.dtypes import Code
@@ -36,6 +36,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(array_libraries, "_libraries", {})
+    monkeypatch.setattr(cuda_driver, "driver", lambda: cupy.cuda.driver)
     for name in OURS:
         monkeypatch.delitem(sys.modules, f"pyhvd.devices.{name}", raising=False)
     yield fake

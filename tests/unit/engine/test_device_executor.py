@@ -6,23 +6,24 @@ from typing import Any
 
 import pytest
 
+from pyhvd.devices.pending import Queued
 from pyhvd.engine import device_executor
 from pyhvd.engine.device_executor import DeviceExecutor
-from pyhvd.errors import TransportError
+from pyhvd.errors import HorovodInternalError, TransportError
 
 
 class Broken:
     """A backend that raises after an abort, as NCCL's backend does."""
 
     def __init__(self) -> None:
-        self.why, self.closed = "", False
+        self.failure, self.closed = "", False
 
     def check(self) -> None:
-        if self.why:
-            raise TransportError(self.why)
+        if self.failure:
+            raise TransportError(self.failure)
 
     def abort(self, why: str) -> None:
-        self.why = why
+        self.failure = why
 
     def close(self) -> None:
         self.closed = True
@@ -30,6 +31,8 @@ class Broken:
 
 class Slow:
     """A device whose events pass after a number of queries."""
+
+    name = "cuda:0"
 
     def __init__(self, looks: float) -> None:
         self.looks = looks
@@ -42,11 +45,11 @@ class Slow:
 def executor(looks: float) -> tuple[DeviceExecutor, Broken]:
     """Return an executor with one backend and a busy device."""
     nothing: Any = None
-    made = DeviceExecutor(nothing, {}, {}, nothing, nothing, checked=False)
+    made = DeviceExecutor(nothing, {}, {}, nothing, nothing, checked=False, patience=10.0)
     backend: Any = Broken()
     device: Any = Slow(looks)
     made._opened[0] = backend
-    made._keep_alive.keep(device, object(), object())
+    made.work.add(Queued(device, object(), ["x"], object()))
     return made, backend
 
 
@@ -61,7 +64,7 @@ def test_a_device_that_does_not_end_aborted_work_is_not_waited_for(monkeypatch: 
     monkeypatch.setattr(device_executor, "ABORT_SECONDS", 0.05)
     made, backend = executor(looks=float("inf"))
     made.abort("rank 1 has been killed")
-    with pytest.raises(TransportError, match=r"the device has not ended aborted work within 0\.05 s"):
+    with pytest.raises(TransportError, match="cuda:0 has not ended its work on 'x' in time"):
         made.close()
     assert not backend.closed
 
@@ -71,3 +74,21 @@ def test_work_that_fails_by_itself_is_told() -> None:
     backend.abort("no more NVLink")
     with pytest.raises(TransportError, match="no more NVLink"):
         made.close()
+
+
+def test_waiting_for_the_device_ends_with_its_work() -> None:
+    made, _ = executor(looks=3)
+    made.synchronize(10.0)
+    made, _ = executor(looks=float("inf"))
+    with pytest.raises(TimeoutError, match=r"cuda:0 has not ended its work on 'x' within 0\.05 s"):
+        made.synchronize(0.05)
+
+
+@pytest.mark.parametrize("ends", [0, float("inf")])
+@pytest.mark.parametrize("alone", [False, True])
+def test_waiting_for_the_device_tells_that_work_was_aborted(ends: float, *, alone: bool) -> None:
+    """The backend's own abort is known before the runtime's thread has heard of it."""
+    made, backend = executor(ends)
+    (backend if alone else made).abort("rank 1 has been killed")
+    with pytest.raises(HorovodInternalError, match="results may be wrong: rank 1 has been killed"):
+        made.synchronize(10.0)

@@ -127,6 +127,22 @@ def test_groups_alone() -> None:
     assert names(plan(responses, 1000, groups_alone=True)) == ["ab", "gi", "h"]
 
 
+def test_on_devices_a_groups_batch_does_not_depend_on_what_else_is_ready() -> None:
+    def on_device(name: str, group: str = "") -> Response:
+        return reduce_(name, device="cuda:0", group=group, group_size=2 * bool(group))
+
+    responses = [
+        on_device("a"),
+        on_device("g", "1"),
+        on_device("h", "2"),
+        on_device("b"),
+        on_device("i", "1"),
+    ]
+    assert names(plan(responses, 1000)) == ["ab", "gi", "h"]
+    assert names(plan(responses, 1000, device_calls_alone=True)) == ["a", "gi", "h", "b"]
+    assert names(plan([reduce_("a"), reduce_("b")], 1000, device_calls_alone=True)) == ["ab"]
+
+
 @pytest.mark.parametrize(
     ("response", "size"),
     [
