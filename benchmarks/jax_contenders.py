@@ -36,6 +36,7 @@ def case(world: World, count: int) -> Case:
     """Return the case of a number of tensors."""
     import jax
     import jax.numpy as jnp
+
     import pyhvd.jax as hvd
 
     given = arrays_of(world, count)

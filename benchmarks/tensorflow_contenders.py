@@ -43,8 +43,9 @@ def start(world: World) -> None:
 
 def case(world: World, count: int) -> Case:
     """Return the case of a number of tensors."""
-    import pyhvd.tensorflow as hvd
     import tensorflow as tf
+
+    import pyhvd.tensorflow as hvd
 
     given = arrays_of(world, count)
     tensors = [tf.constant(array) for array in given]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 import pyhvd.jax as hvd
 
 HELD_OUT = 450
@@ -57,8 +58,7 @@ def loss(parameters: Parameters, images: Any, labels: Any) -> Any:
     return -jnp.take_along_axis(likely, labels[:, None], 1).mean()
 
 
-@jax.jit
-def step(
+def update(
     parameters: Parameters, velocities: Parameters, rate: float, images: Any, labels: Any
 ) -> tuple[Parameters, Parameters, Any]:
     """Update the parameters by the gradients of all ranks; return them, and this rank's loss."""
@@ -66,6 +66,9 @@ def step(
     velocities = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocities, gradients)
     parameters = jax.tree.map(lambda p, v: p - rate * v, parameters, velocities)
     return parameters, velocities, value
+
+
+step = jax.jit(update)
 
 
 def train(options: argparse.Namespace) -> float:

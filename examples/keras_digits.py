@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import numpy as np
+
 import pyhvd.keras as hvd
 
 HELD_OUT = 450

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from benchmarks.harness import Case, World
 from benchmarks.question import Question, main
@@ -47,10 +48,10 @@ def targets() -> Iterator[Target]:
     """Yield the targets."""
     for framework, own in ((JAX, GLOO), (TENSORFLOW, MIRRORED)):
         many, few = label(framework, MANY), label(framework, FEW)
-        more = {"fewer": True, "difference": True}
+        more = partial(Target, fewer=True, difference=True)
         text = f"{many}: more than nothing reduced, times numpy"
-        yield Target(text, many, NATIVE, (NOTHING,), 1.3, 1.1, over=NUMPY, **more)
-        yield Target(f"{few}: more than nothing reduced", few, NATIVE, (NOTHING,), 2e-4, 1e-4, **more)
+        yield more(text, many, NATIVE, (NOTHING,), 1.3, 1.1, over=NUMPY)
+        yield more(f"{few}: more than nothing reduced", few, NATIVE, (NOTHING,), 2e-4, 1e-4)
         yield Target(f"{many}, over {own}", many, NATIVE, (own,), 5.0, 10.0)
     many = label(JAX, MANY)
     yield Target(f"{many}, over callbacks", many, NATIVE, (CALLBACK,), 4.0, 8.0)

@@ -19,7 +19,7 @@ from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import ReduceOp
 
 
-class CallTerms(NamedTuple):
+class ReductionTerms(NamedTuple):
     """What all tensors of one reduction share."""
 
     name: str
@@ -37,7 +37,7 @@ class CallTerms(NamedTuple):
 class Door:
     """What the adapter needs of a backend; this class serves a backend without compiled steps."""
 
-    def reduce(self, tensors: Sequence[Any], terms: CallTerms) -> list[Any]:
+    def reduce(self, tensors: Sequence[Any], terms: ReductionTerms) -> list[Any]:
         """Reduce tensors as one unit, outside of a compiled step or inside of it."""
         return collectives.grouped_allreduce(list(tensors), **terms.arguments())
 
@@ -64,7 +64,7 @@ class Door:
         """Return a gradient, dense or sparse, times a factor."""
         return tensor * factor
 
-    def reduce_sparse(self, tensor: Any, terms: CallTerms) -> Any:
+    def reduce_sparse(self, tensor: Any, terms: ReductionTerms) -> Any:
         """Reduce a sparse gradient by its rows."""
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class _Jax(Door):
 
         return jax.core.get_opaque_trace_state(convention="flax")
 
-    def reduce(self, tensors: Sequence[Any], terms: CallTerms) -> list[Any]:
+    def reduce(self, tensors: Sequence[Any], terms: ReductionTerms) -> list[Any]:
         from pyhvd.jax import verbs
 
         return list(verbs.grouped_allreduce(list(tensors), **terms.arguments()))
@@ -141,7 +141,7 @@ class _TensorFlow(Door):
 
         return None if tf.executing_eagerly() else weakref.ref(tf.compat.v1.get_default_graph())
 
-    def reduce(self, tensors: Sequence[Any], terms: CallTerms) -> list[Any]:
+    def reduce(self, tensors: Sequence[Any], terms: ReductionTerms) -> list[Any]:
         from pyhvd.tensorflow import mpi_ops
 
         return mpi_ops.grouped_allreduce(tensors, **terms.arguments())
@@ -168,7 +168,7 @@ class _TensorFlow(Door):
             return tensor * factor
         return tf.IndexedSlices(tensor.values * factor, tensor.indices, tensor.dense_shape)
 
-    def reduce_sparse(self, tensor: Any, terms: CallTerms) -> Any:
+    def reduce_sparse(self, tensor: Any, terms: ReductionTerms) -> Any:
         from pyhvd.tensorflow import mpi_ops
 
         scaled = self.scaled(tensor, terms.prescale * terms.postscale)

@@ -21,7 +21,7 @@ from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
 from pyhvd.graph.agreement import agree
 from pyhvd.graph.grouping import divide
-from pyhvd.keras.backend import CallTerms, door
+from pyhvd.keras.backend import ReductionTerms, door
 
 _AUTO_NUMBER = re.compile(r"_\d+(?=/|$)")
 
@@ -106,7 +106,7 @@ class GradientReduction:
         present = [place for place in places if grads[place] is not None]
         overwriting = [p for p in present if optimizer._overwrite_variable_with_gradient(variables[p])]
         if overwriting and self.is_needed:
-            terms = CallTerms(f"{self.prefix}: overwriting", Max, process_set=self.options.process_set)
+            terms = ReductionTerms(f"{self.prefix}: overwriting", Max, process_set=self.options.process_set)
             given = [keras.ops.convert_to_tensor(grads[place]) for place in overwriting]
             for place, new in zip(overwriting, door().reduce(given, terms), strict=True):
                 grads[place] = new
@@ -143,7 +143,7 @@ class GradientReduction:
         if not self.is_needed:
             return finite
         door().check_step()
-        terms = CallTerms(f"{self.prefix}: finite", Min, process_set=self.options.process_set)
+        terms = ReductionTerms(f"{self.prefix}: finite", Min, process_set=self.options.process_set)
         number = keras.ops.cast(finite, "int32")
         return keras.ops.cast(door().reduce([number], terms)[0], "bool")
 
@@ -173,7 +173,7 @@ class GradientReduction:
     def _reduce_group(self, grads: list[Any], name: str, factor: float) -> list[Any]:
         options, gate = self.options, door()
         after = options.predivide * factor
-        terms = CallTerms(name, options.op, 1.0 / options.predivide, after, options.process_set)
+        terms = ReductionTerms(name, options.op, 1.0 / options.predivide, after, options.process_set)
         if options.sparse_as_dense:
             grads = [gate.densify(each) for each in grads]
         results = list(grads)

@@ -306,7 +306,7 @@ def test_an_abort_that_fails_leaves_no_other_set_waiting() -> None:
 
     executor: Any = Executor.__new__(Executor)
     made: Any = Backend(1)
-    executor.backends, executor._devices = SetBackends(cast(Any, Backend(0)), lambda *_: made), Devices()
+    executor.backends, executor.devices = SetBackends(cast(Any, Backend(0)), lambda *_: made), Devices()
     executor.backends.add(1, (0, 1))
     executor.backends.open(1)
     with pytest.raises(OSError, match="gone"):

@@ -145,7 +145,8 @@ class OneProbe:
         queue = TensorQueue(lambda: None, 0.0)
         entry = TensorEntry(0, Request(RequestType.BARRIER, "a"), None, None, lambda *_: None)
         queue.add([entry])
-        executor = SimpleNamespace(running=[entry] if running else [], ended=0)
+        devices = SimpleNamespace(work=SimpleNamespace(names=list))
+        executor = SimpleNamespace(running=[entry] if running else [], ended=0, devices=devices)
         self.asked = 0
         self.answers = False
         self.claim = HostClaim(f"pyhvd-test-{os.getpid()}")

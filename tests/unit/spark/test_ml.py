@@ -88,7 +88,7 @@ def test_right_arguments_pass() -> None:
         ({"train_fn": print}, "give either model or train_fn"),
         ({"model": None, "train_fn": 3}, "train_fn=3: expected a function of one argument"),
         ({"model": None, "train_fn": print, "optimizer": SGD()}, "optimizer goes with model"),
-        ({"model": "net"}, "model=str: expected a torch.nn.Module, or an object with parameters"),
+        ({"model": "net"}, "model=str: expected a torch.nn.Module, a keras.Model, or an object with"),
         (
             {"model": SimpleNamespace(parameters={}, gradients=len, predict=len)},
             "parameters is dict: .*not empty",
