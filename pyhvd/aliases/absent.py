@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 _ARRAYS = "reduce its arrays with pyhvd.grouped_allreduce() (docs/frameworks.md), or install Horovod itself"
-_ESTIMATOR = "for torch and numpy models use pyhvd.spark.Estimator, see docs/spark_estimator.md"
+_ESTIMATOR = "for models of torch, Keras 3 and numpy use pyhvd.spark.Estimator, see docs/spark_estimator.md"
 _REMEDIES = {
     "horovod.mxnet": _ARRAYS,
     "horovod.data": "torch.utils.data.DataLoader(num_workers=1) loads batches beside the training, and"
