@@ -55,7 +55,10 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 @contextlib.contextmanager
 def raising_causes(*kinds: type[BaseException]) -> Iterator[None]:
-    """Raise pyhvd's exception ``from`` a framework's error of these classes that carries one."""
+    """Raise pyhvd's exception ``from`` a framework's error of these classes that carries one.
+
+    It is a context manager, and a decorator of functions.
+    """
     try:
         yield
     except kinds as exc:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -37,13 +36,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
     An error of a compiled function that carries one of pyhvd becomes that one, such as HorovodInternalError.
     """
-
-    @functools.wraps(func)
-    def translated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with raising_causes(jax.errors.JaxRuntimeError):
-            return func(state, *args, **kwargs)
-
-    return elastic.run(translated)
+    return elastic.run(raising_causes(jax.errors.JaxRuntimeError)(func))
 
 
 class _OfTrees(Handler):

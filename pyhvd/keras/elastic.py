@@ -5,7 +5,6 @@ Ranks that are started again are new processes, so that no step compiled for ano
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -47,13 +46,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
     An error of a compiled step that carries one of pyhvd becomes that one, such as HorovodInternalError.
     """
-
-    @functools.wraps(func)
-    def translated(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with raising_causes(*door().errors()):
-            return func(state, *args, **kwargs)
-
-    return elastic.run(translated)
+    return elastic.run(raising_causes(*door().errors())(func))
 
 
 class _OfVariables(Handler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,13 +31,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     See :func:`pyhvd.elastic.run`.
     An error of a collective in a graph, which TensorFlow raises as its own, is raised as pyhvd's.
     """
-
-    @functools.wraps(func)
-    def with_own_errors(*args: Any, **kwargs: Any) -> Any:
-        with raising_causes(tf.errors.OpError):
-            return func(*args, **kwargs)
-
-    return elastic.run(with_own_errors)
+    return elastic.run(raising_causes(tf.errors.OpError)(func))
 
 
 class _OfLists(Handler):
