@@ -361,8 +361,6 @@ def _differs(found: Any, names: list[str], path: str) -> str:
 
 # What pyhvd has not, and a word of what its error recommends.
 ABSENT = {
-    **dict.fromkeys(("tensorflow", "tensorflow.keras", "tensorflow.keras.callbacks"), "grouped_allreduce"),
-    **dict.fromkeys(("tensorflow.elastic", "keras", "keras.callbacks", "keras.elastic"), "grouped_allreduce"),
     "mxnet": "grouped_allreduce",
     **dict.fromkeys(("ray", "ray.runner"), r"pyhvd\.launch\(fn, np=4\)"),
     **dict.fromkeys(
