@@ -62,6 +62,10 @@ class LinkLost(Exception):
         self.rank = rank
 
 
+Pause = Callable[[float], None]
+"""Waits for some seconds; raises if the ranks for which the caller waits are lost."""
+
+
 class Fabric(Protocol):
     """Moves bytes between the ranks of one process set. Calls are collective; buffers are flat.
 
@@ -97,6 +101,9 @@ class Fabric(Protocol):
 
     def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
         """Return the fabric of some of the ranks; exactly those call it. ``tag`` tells sets apart."""
+
+    def pause_by(self, pause: Pause) -> None:
+        """Call ``pause`` while this rank waits for others, if :meth:`abort` cannot interrupt it."""
 
     def abort(self, note: bytes) -> None:
         """Make waiting ranks raise :class:`Aborted`, if the fabric can interrupt them.

@@ -121,6 +121,19 @@ class HostsFabric(ShmFabric):
         """Return when every rank has called it."""
         self._largest([0])
 
+    def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
+        """Return the other fabric's subset, whose waits end when a host is lost or has sent a note."""
+        made = self.inner.subset(ranks, tag)
+        if self._fast_path is not None:
+            made.pause_by(self._pause)
+        return made
+
+    def _pause(self, seconds: float) -> None:
+        """Wait some seconds; raise Aborted or LinkLost if a host is lost or has sent a note."""
+        assert self._fast_path is not None
+        if (told := self._fast_path.await_lost(seconds)) is not None:
+            raise self.error_of(*told)
+
     def run_moves(self, moves: Iterable[Move]) -> None:
         """Move bytes; all ranks of the set call it with moves of one layout."""
         for move in moves:

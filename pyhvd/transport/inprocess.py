@@ -24,7 +24,7 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
 from pyhvd.transport.control import Bell, Delivered, Message, Sending
-from pyhvd.transport.fabric import Aborted, Fabric, PerRank, Unavailable
+from pyhvd.transport.fabric import Aborted, Fabric, Pause, PerRank, Unavailable
 from pyhvd.transport.shm import LINE, Segment, aligned
 from pyhvd.transport.tree import Tree
 from pyhvd.transport.world import Topology, World
@@ -163,6 +163,9 @@ class ThreadFabric:
         """Return the fabric of some of the ranks."""
         group = self.group.subset(tuple(ranks), tag, self.rank)
         return ThreadFabric(group, list(ranks).index(self.rank))
+
+    def pause_by(self, pause: Pause) -> None:
+        """Do nothing: :meth:`abort` ends all waits."""
 
     def abort(self, note: bytes) -> None:
         """Make the other ranks' waits fail with this rank's note."""

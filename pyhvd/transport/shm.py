@@ -11,7 +11,7 @@ import numpy as np
 
 from pyhvd.arrays import Bytes, address
 from pyhvd.native import shared_memory
-from pyhvd.transport.fabric import Aborted, Fabric, PerRank, Unavailable
+from pyhvd.transport.fabric import Aborted, Fabric, Pause, PerRank, Unavailable
 
 LINE = 128
 
@@ -101,6 +101,10 @@ class ShmFabric:
     def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
         """Return the other fabric's subset, which may get a window of its own."""
         return self.inner.subset(ranks, tag)
+
+    def pause_by(self, pause: Pause) -> None:
+        """Call ``pause`` while the other fabric waits for ranks; :meth:`abort` ends the window's waits."""
+        self.inner.pause_by(pause)
 
     def abort(self, note: bytes) -> None:
         """Interrupt the ranks that wait in the window, or while they open another one."""

@@ -2,7 +2,8 @@
 
 Owns a communicator, so its messages never match the program's own. Calls block with the GIL released: ranks
 enter a collective only when all ranks are ready. A loop of tests would take the GIL back for each test, which
-costs milliseconds while another thread runs Python.
+costs milliseconds while another thread runs Python. Only where links tell of lost hosts, the fabrics of
+process sets are tested in a loop: MPI would wait for a frozen rank without end.
 """
 
 from __future__ import annotations
@@ -23,29 +24,42 @@ from mpi4py import MPI
 from pyhvd.arrays import Bytes, address
 from pyhvd.native.shared_memory import HUGE, Mapping
 from pyhvd.transport.arena import Arena
-from pyhvd.transport.fabric import Fabric, PerRank, Unavailable
+from pyhvd.transport.fabric import Fabric, Pause, PerRank, Unavailable
 from pyhvd.transport.shm import LINE, Segment, aligned
 
 LARGEST = 1 << 30
 """Most bytes of one MPI message or collective buffer: MPI's counts are C ints."""
+# How long (s) a wait between two tests of a request is, at first and at most.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 2e-3
+
+_given_up: list[MPI.Request] = []  # they keep the buffers into which MPI may still write
 
 
 class MpiFabric:
-    """Moves bytes between the ranks of a communicator, which it owns and frees."""
+    """Moves bytes between the ranks of a communicator, which it owns and frees.
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    pause : callable, optional
+        Called again and again while the fabric waits for other ranks; by default MPI waits.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, pause: Pause | None = None) -> None:
         self.comm = comm
+        self._pause = pause
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:
         """Gather small blocks of one length (see ``host.FLAT``)."""
-        self.comm.Allgather([send, MPI.BYTE], [recv, MPI.BYTE])
+        self._call("allgather", [send, MPI.BYTE], [recv, MPI.BYTE])
 
     def allgatherv(self, buffer: Bytes, counts: PerRank) -> None:
         """Gather in place."""
         if sum(counts) <= LARGEST:
-            self.comm.Allgatherv(MPI.IN_PLACE, [buffer, counts, _starts(counts), MPI.BYTE])
+            self._call("allgatherv", MPI.IN_PLACE, [buffer, counts, _starts(counts), MPI.BYTE])
             return
         blocks = list(enumerate(_blocks(buffer, counts)))
         _, mine = blocks.pop(self.rank)
@@ -54,7 +68,7 @@ class MpiFabric:
     def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r, with less than 2**31 bytes per rank."""
         out, into = _starts(send_counts), _starts(recv_counts)
-        self.comm.Alltoallv([send, send_counts, out, MPI.BYTE], [recv, recv_counts, into, MPI.BYTE])
+        self._call("alltoallv", [send, send_counts, out, MPI.BYTE], [recv, recv_counts, into, MPI.BYTE])
 
     def exchange(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r; blocks of any size."""
@@ -71,15 +85,19 @@ class MpiFabric:
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's, in pieces."""
         for first in range(0, len(buffer), LARGEST):
-            self.comm.Bcast([buffer[first : first + LARGEST], MPI.BYTE], root)
+            self._call("bcast", [buffer[first : first + LARGEST], MPI.BYTE], root)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.comm.Barrier()
+        self._call("barrier")
 
     def subset(self, ranks: Sequence[int], tag: int) -> MpiFabric:
-        """Return the fabric of some of the ranks; exactly those call it."""
-        return MpiFabric(sub_communicator(self.comm, ranks, tag))
+        """Return the fabric of some of the ranks, which waits as this one does; exactly those call it."""
+        return MpiFabric(sub_communicator(self.comm, ranks, tag), self._pause)
+
+    def pause_by(self, pause: Pause) -> None:
+        """Call ``pause`` again and again while this rank waits for others."""
+        self._pause = pause
 
     def abort(self, note: bytes) -> None:
         """Do nothing: MPI cannot interrupt a collective. The job ends when this rank shuts down."""
@@ -96,7 +114,27 @@ class MpiFabric:
             for rank, block in blocks
             for k in range(0, len(block), LARGEST)
         ]
-        MPI.Request.Waitall(requests)
+        self._wait(requests)
+
+    def _call(self, verb: str, *arguments: object) -> None:
+        """Carry out a collective."""
+        if self._pause is None:
+            getattr(self.comm, verb.capitalize())(*arguments)
+        else:
+            self._wait([getattr(self.comm, f"I{verb}")(*arguments)])
+
+    def _wait(self, requests: list[MPI.Request]) -> None:
+        if self._pause is None:
+            MPI.Request.Waitall(requests)
+            return
+        seconds = _FIRST_PAUSE_S
+        try:
+            while not MPI.Request.Testall(requests):
+                self._pause(seconds)
+                seconds = min(2 * seconds, _LONGEST_PAUSE_S)
+        except BaseException:
+            _given_up.extend(requests)
+            raise
 
 
 def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int = 0) -> MPI.Intracomm:
