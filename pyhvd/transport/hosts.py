@@ -123,7 +123,7 @@ class HostsFabric(ShmFabric):
 
     def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
         """Return the other fabric's subset, whose waits end when a host is lost or has sent a note."""
-        made = self.inner.subset(ranks, tag)
+        made = super().subset(ranks, tag)
         if self._fast_path is not None:
             made.pause_by(self._pause)
         return made

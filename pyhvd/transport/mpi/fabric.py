@@ -2,8 +2,8 @@
 
 Owns a communicator, so its messages never match the program's own. Calls block with the GIL released: ranks
 enter a collective only when all ranks are ready. A loop of tests would take the GIL back for each test, which
-costs milliseconds while another thread runs Python. Only where links tell of lost hosts, the fabrics of
-process sets are tested in a loop: MPI would wait for a frozen rank without end.
+costs milliseconds while another thread runs Python. Process sets across hosts pay for such a loop, see
+:meth:`MpiFabric.pause_by`: the agreement tells them of a lost host, for whose ranks MPI would wait without end.
 """
 
 from __future__ import annotations
@@ -36,19 +36,12 @@ _given_up: list[MPI.Request] = []  # they keep the buffers into which MPI may st
 
 
 class MpiFabric:
-    """Moves bytes between the ranks of a communicator, which it owns and frees.
+    """Moves bytes between the ranks of a communicator, which it owns and frees."""
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    pause : callable, optional
-        Called again and again while the fabric waits for other ranks; by default MPI waits.
-    """
+    _pause: Pause | None = None  # without it MPI waits
 
-    def __init__(self, comm: MPI.Intracomm, pause: Pause | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        self._pause = pause
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
 
@@ -93,10 +86,12 @@ class MpiFabric:
 
     def subset(self, ranks: Sequence[int], tag: int) -> MpiFabric:
         """Return the fabric of some of the ranks, which waits as this one does; exactly those call it."""
-        return MpiFabric(sub_communicator(self.comm, ranks, tag), self._pause)
+        made = MpiFabric(sub_communicator(self.comm, ranks, tag))
+        made._pause = self._pause
+        return made
 
     def pause_by(self, pause: Pause) -> None:
-        """Call ``pause`` again and again while this rank waits for others."""
+        """Test requests in a loop that calls ``pause``, in place of MPI's own wait."""
         self._pause = pause
 
     def abort(self, note: bytes) -> None:
@@ -124,6 +119,7 @@ class MpiFabric:
             self._wait([getattr(self.comm, f"I{verb}")(*arguments)])
 
     def _wait(self, requests: list[MPI.Request]) -> None:
+        """Wait until all requests are done; those that a lost rank leaves unfinished keep their buffers."""
         if self._pause is None:
             MPI.Request.Waitall(requests)
             return
