@@ -3,7 +3,7 @@
 Owns a communicator, so its messages never match the program's own. Calls block with the GIL released: ranks
 enter a collective only when all ranks are ready. A loop of tests would take the GIL back for each test, which
 costs milliseconds while another thread runs Python. Process sets across hosts pay for such a loop, see
-:meth:`MpiFabric.pause_by`: the agreement tells them of a lost host, for whose ranks MPI would wait without end.
+:meth:`MpiFabric.pause_by`: MPI would wait without end for the ranks of a lost host.
 """
 
 from __future__ import annotations
