@@ -157,12 +157,12 @@ def make_plan(
         nbytes, root = math.prod(shape) * item, members.index(request.root)
         move = _gather([nbytes * (q == root) for q in range(size)], rank, across)
         if across is not None:
-            moves = tuple(across.layout.broadcast(0, 0, nbytes, root, across.chunk))
+            moves = tuple(across.layout.broadcast(nbytes, root, across.chunk))
         return Plan(own, move=move, moves=moves)
     counts = [n * row for n in dims]
     move = _gather(counts, rank, across)
     if across is not None:
-        moves = tuple(across.layout.gather(0, 0, counts, across.chunk))
+        moves = tuple(across.layout.gather(counts, across.chunk))
     return Plan(own, sum(dims), tuple(dims), move=move, moves=moves)
 
 
@@ -198,7 +198,7 @@ def _alltoall(sizes: Ints, rank: int, across: HostPlaces | None) -> Moves:
         return local, ()
     layout = across.layout
     table = np.stack([np.stack([sizes[q], sizes[:, q]]) for q in layout.neighbours])
-    return local, tuple(layout.alltoall(0, 0, table, across.chunk, layout.largest_trade(sizes)))
+    return local, tuple(layout.alltoall(table, across.chunk, layout.largest_trade(sizes)))
 
 
 Rows = Sequence[tuple[int, ...]]

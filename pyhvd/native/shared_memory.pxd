@@ -173,7 +173,7 @@ cdef extern from "window/window.h" nogil:
         pyhvd_window* w, int partner, const uint8_t* send, int64_t send_count, uint8_t* recv,
         int64_t recv_count
     )
-    int pyhvd_window_move(pyhvd_window* w, const pyhvd_move* move)
+    int pyhvd_window_move(pyhvd_window* w, const pyhvd_move* move, int64_t source, int64_t target)
     int pyhvd_window_barrier(pyhvd_window* w)
     void pyhvd_window_abort(pyhvd_window* w, const uint8_t* note, size_t bytes)
     const uint8_t* pyhvd_window_note(const pyhvd_window* w, size_t* bytes)

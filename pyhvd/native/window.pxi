@@ -493,13 +493,15 @@ cdef class Window:
             )
         return status == 0
 
-    def move(self, made):
+    def move(self, made, int64_t source, int64_t target):
         """Move bytes between the ranks of several hosts; ``move_across.c`` explains it.
 
         Parameters
         ----------
         made : Move
             See :class:`pyhvd.transport.moves.Move`.
+        source, target : int
+            Addresses from which its parts count.
 
         Returns
         -------
@@ -512,7 +514,7 @@ cdef class Window:
             raise ValueError("the window has no exchange with other hosts")
         describe_move(&move, made, self.exchange.c.hosts)
         with nogil:
-            status = pyhvd_window_move(&self.window, &move)
+            status = pyhvd_window_move(&self.window, &move, source, target)
         return status == 0
 
     def barrier(self):

@@ -86,7 +86,7 @@ class HostsFabric(ShmFabric):
         recv[first:end] = send[first:end]
         table = np.full((layout.ranks, 2, self.size), nbytes)
         largest = nbytes * layout.slices**2
-        self.run_moves(layout.alltoall(address(send), address(recv), table, self.window.chunk, largest))
+        self.run_moves(layout.alltoall(table, self.window.chunk, largest), address(send), address(recv))
 
     def alltoallv(self, send: Bytes, send_counts: PerRank, recv: Bytes, recv_counts: PerRank) -> None:
         """Send block r to rank r."""
@@ -99,10 +99,11 @@ class HostsFabric(ShmFabric):
         table[layout.local] = counts
         if layout.slices > 1:
             mine, into = address(table[layout.local]), address(table)
-            self.run_moves([layout.gather_locally(mine, into, counts.nbytes)])
-        moves = layout.alltoall(address(send), address(recv), table, chunk)
+            self.run_moves([layout.gather_locally(counts.nbytes)], mine, into)
+        moves = layout.alltoall(table, chunk)
         agreed = self._largest([move.longest for move in moves])
-        self.run_moves(move._replace(longest=n) for move, n in zip(moves, agreed, strict=True))
+        moves = [move._replace(longest=n) for move, n in zip(moves, agreed, strict=True)]
+        self.run_moves(moves, address(send), address(recv))
 
     exchange = alltoallv
 
@@ -115,7 +116,7 @@ class HostsFabric(ShmFabric):
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
         at = address(buffer)
-        self.run_moves(self.layout.broadcast(at, at, len(buffer), root, self.window.chunk))
+        self.run_moves(self.layout.broadcast(len(buffer), root, self.window.chunk), at, at)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -134,10 +135,10 @@ class HostsFabric(ShmFabric):
         if (told := self._fast_path.await_lost(seconds)) is not None:
             raise self.error_of(*told)
 
-    def run_moves(self, moves: Iterable[Move]) -> None:
-        """Move bytes; all ranks of the set call it with moves of one layout."""
+    def run_moves(self, moves: Iterable[Move], source: int, target: int) -> None:
+        """Move bytes from an address to one; all ranks of the set call it with moves of one layout."""
         for move in moves:
-            self.check(done=self.window.move(move))
+            self.check(done=self.window.move(move, source, target))
 
     def choose_carrier(self, options: LinkOptions, largest_chunk: int) -> None:
         """Choose what carries the bytes of the rails; collective, before the first operation."""
@@ -269,7 +270,7 @@ class HostsFabric(ShmFabric):
         into = address(recv) + sum(counts[: self.rank])
         if send != into:
             ctypes.memmove(into, send, counts[self.rank])
-        self.run_moves(self.layout.gather(send, address(recv), counts, self.window.chunk))
+        self.run_moves(self.layout.gather(counts, self.window.chunk), send, address(recv))
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' values, for each."""

@@ -42,7 +42,8 @@ class Move(NamedTuple):
     Attributes
     ----------
     sources, targets : int64 arrays of n rows
-        Lane, offset in the lane, bytes (not 0) and address of this rank's parts; sorted.
+        Lane, offset in the lane, bytes (not 0), and offset in this rank's source or target, of its parts;
+        sorted.
     lanes : int64 array
         Bytes of each lane.
     out, into : int64 arrays
@@ -149,30 +150,30 @@ class MoveLayout:
 
     # -- moves ---------------------------------------------------------------------------------------
 
-    def gather(self, send: int, recv: int, counts: Sequence[int] | Ints, chunk: int) -> Iterator[Move]:
+    def gather(self, counts: Sequence[int] | Ints, chunk: int) -> Iterator[Move]:
         """Yield the moves that give every rank rank r's ``counts[r]`` bytes; the own ones are in place."""
         by_rank = np.asarray(counts, np.int64)
         sizes = by_rank[self.order]
         offsets, totals = self._within_hosts(sizes), self._per_host(sizes)
-        into = recv + before(by_rank)[self.order]
+        into = before(by_rank)[self.order]
         others = np.where(np.arange(len(sizes)) == self._place, 0, sizes)
         for group in _groups(np.flatnonzero(totals), max(chunk // (LEAST * self._owned), 1)):
             lane_of = np.full(self._hosts, -1)
             lane_of[group] = np.arange(len(group))
             by_place = lane_of[self._host_of]
             mine = lane_of[self.here]
-            sources = as_parts(mine, offsets[self._place], sizes[self._place], send)
+            sources = as_parts(mine, offsets[self._place], sizes[self._place], 0)
             targets = as_parts(by_place, offsets, others, into)
             out = np.full(self._hosts, mine)
             yield self._move(sources, targets, totals[group], out, lane_of, single=False)
 
-    def broadcast(self, send: int, recv: int, nbytes: int, root: int, chunk: int) -> Iterator[Move]:
+    def broadcast(self, nbytes: int, root: int, chunk: int) -> Iterator[Move]:
         """Yield the moves that give every rank a root's bytes; the root's own are in place."""
         source = int(self._host_of[self.order.tolist().index(root)])
         others = np.array([host for host in range(self._hosts) if host != source])
         if len(others) < 2 or nbytes < RELAYED or self._hosts > chunk // (LEAST * self._owned):
             counts = np.where(np.arange(len(self.order)) == root, nbytes, 0)
-            yield from self.gather(send, recv, counts, chunk)
+            yield from self.gather(counts, chunk)
             return
         alone = int(np.bincount(self._host_of)[source]) == 1
         old = np.zeros(len(others) + 1, np.int64)
@@ -180,16 +181,12 @@ class MoveLayout:
             new = first + (end - first) * np.arange(len(others) + 1) // len(others)
             largest = int(max(np.diff(new).max(), np.diff(old).max(), 0 if alone else end - first))
             if self.here == source:
-                yield self._hand_out(
-                    send, recv, new, others, largest, is_root=self.order[self._place] == root
-                )
+                yield self._hand_out(new, others, largest, is_root=self.order[self._place] == root)
             else:
-                yield self._relay(recv, new, old, others, largest, source)
+                yield self._relay(new, old, others, largest, source)
             old = new
 
-    def _hand_out(
-        self, send: int, recv: int, new: Ints, others: Ints, largest: int, *, is_root: bool
-    ) -> Move:
+    def _hand_out(self, new: Ints, others: Ints, largest: int, *, is_root: bool) -> Move:
         """Return the root host's move of a segment: a piece for each other host, and all for local ranks."""
         count = len(others)
         lanes = np.append(np.diff(new), 0 if self.ranks == 1 else new[-1] - new[0])
@@ -197,12 +194,11 @@ class MoveLayout:
         out, nowhere = np.full(self._hosts, -1), np.full(self._hosts, -1)
         out[others] = np.arange(count)
         out[self.here] = -1 if self.ranks == 1 else count
-        parts[:, 3] += send if is_root else recv
         sources = parts if is_root else parts[:0]
         targets = parts[:0] if is_root else parts[parts[:, 0] == count]
         return self._move(sources, targets, lanes, out, nowhere, largest, single=False)
 
-    def _relay(self, recv: int, new: Ints, old: Ints, others: Ints, largest: int, source: int) -> Move:
+    def _relay(self, new: Ints, old: Ints, others: Ints, largest: int, source: int) -> Move:
         """Return another host's move: it gets its piece of a segment, and sends that of the one before."""
         me = others.tolist().index(self.here)
         rest = np.delete(np.arange(len(others)), me)
@@ -214,12 +210,12 @@ class MoveLayout:
         # Each rank sends its slices of the piece.
         edges = np.array([self._first_slice(local, self.ranks) for local in (self.local, self.local + 1)])
         first, end = np.where(edges == self.slices, piece, piece * edges // self.slices & -ALIGNED)
-        sources = as_parts(1, first, np.array([end - first]), recv + old[me] + first)
+        sources = as_parts(1, first, np.array([end - first]), old[me] + first)
         targets = as_parts(
             np.append(0, 2 + np.arange(len(rest))),
             0,
             np.append(lanes[0], sizes),
-            recv + np.append(new[me], old[rest]),
+            np.append(new[me], old[rest]),
         )
         return self._move(sources, targets, lanes, out, into, largest, single=False, relays=True)
 
@@ -255,24 +251,24 @@ class MoveLayout:
 
     # -- collectives ---------------------------------------------------------------------------------
 
-    def gather_locally(self, mine: int, table: int, nbytes: int) -> Move:
+    def gather_locally(self, nbytes: int) -> Move:
         """Return the move that gives a host's ranks each other's `nbytes` bytes; own ones are in place."""
         ranks = np.arange(self.ranks)
         sizes = np.where(ranks == self.local, 0, nbytes)
-        targets = as_parts(0, ranks * nbytes, sizes, table + ranks * nbytes)
-        sources = as_parts(0, self.local * nbytes, np.array([nbytes * (self.ranks > 1)]), mine)
+        targets = as_parts(0, ranks * nbytes, sizes, ranks * nbytes)
+        sources = as_parts(0, self.local * nbytes, np.array([nbytes * (self.ranks > 1)]), 0)
         nowhere = np.full(self._hosts, -1)
         lane = np.where(np.arange(self._hosts) == self.here, 0, -1)
         total = np.array([self.ranks * nbytes])
         return self._move(sources, targets, total, lane, nowhere, self.slices * nbytes, single=False)
 
-    def alltoall(self, send: int, recv: int, table: Ints, chunk: int, largest: int = 0) -> list[Move]:
+    def alltoall(self, table: Ints, chunk: int, largest: int = 0) -> list[Move]:
         """Return the moves of an all-to-all, without the blocks of ranks for themselves.
+
+        Blocks lie in the order of the set ranks.
 
         Parameters
         ----------
-        send, recv : int
-            Addresses of the blocks, which lie in the order of the set ranks.
         table : int64 array
             By local rank: the bytes for each set rank, and those from each set rank.
         chunk, largest : int
@@ -286,10 +282,10 @@ class MoveLayout:
         # A lane has the blocks in the order of their senders, and of each sender by receiver.
         per_host = self._per_host(sent)
         offsets = per_host[: self.local].sum(axis=0)[self._host_of] + self._within_hosts(sent[self.local])
-        sources = as_parts(self._host_of, offsets, sent[self.local], send + starts[0])
+        sources = as_parts(self._host_of, offsets, sent[self.local], starts[0])
         per_rank = received.sum(axis=0)
         offsets = self._within_hosts(per_rank) + received[: self.local].sum(axis=0)
-        targets = as_parts(self._host_of, offsets, received[self.local], recv + starts[1])
+        targets = as_parts(self._host_of, offsets, received[self.local], starts[1])
         into = self._per_host(per_rank)
         return self.trade(sources, targets, per_host.sum(axis=0), into, chunk, largest)
 

@@ -317,11 +317,11 @@ static void lay_out(player *p, moving *m, int lane, int h, int g) {
             pyhvd_part part = {lane, at, n, 0};
             at += n;
             if (q == p->rank && n) {
-                part.address = (int64_t)(intptr_t)(p->send + from);
+                part.address = from;
                 m->sources[m->move.source_count++] = part;
             }
             if (q != p->rank && n && (m->shared || k == p->rank)) {
-                part.address = (int64_t)(intptr_t)(p->recv + m->starts[q]);
+                part.address = m->starts[q];
                 m->targets[m->move.target_count++] = part;
             }
         }
@@ -368,7 +368,8 @@ static void move(player *p) {
     m.move.sources = m.sources, m.move.targets = m.targets, m.move.lane_bytes = m.lane_bytes;
     m.move.lanes = m.lanes, m.move.single = !m.shared, m.move.out = m.out, m.move.in = m.in;
     linger(&p->draw);
-    if (pyhvd_window_move(&p->w, &m.move)) fail("rank %d: no rank has aborted", p->rank);
+    if (pyhvd_window_move(&p->w, &m.move, (int64_t)(intptr_t)p->send, (int64_t)(intptr_t)p->recv))
+        fail("rank %d: no rank has aborted", p->rank);
     for (int q = 0; q < p->size; q++) {
         size_t n = q == p->rank ? 0 : (size_t)size_of(&m, q, p->rank);
         fill_in(p, p->expected, n, PYHVD_UINT8, q, m.shared ? 0 : p->rank);

@@ -19,7 +19,7 @@ from tests.thinning import examples
 from tests.unit.native.test_exchange import CHUNK, LAYOUTS, Hosts, oracle, reduce
 from tests.unit.native.test_window import Array
 
-LENGTHS = (0, 0, 1, 15, 16, 100, 5000, 40_000, 200_000)
+LENGTHS = (0, 0, 1, 15, 16, 100, 5000, 40_000, 200_000, 900_000)
 
 
 def places(layout: Sequence[int]) -> list[list[int]]:
@@ -28,8 +28,8 @@ def places(layout: Sequence[int]) -> list[list[int]]:
     return [[next(numbers) for _ in range(ranks)] for ranks in layout]
 
 
-def run(window: shared_memory.Window, made: Iterable[Move]) -> bool:
-    return all(window.move(each) for each in made)
+def run(window: shared_memory.Window, made: Iterable[Move], source: int, target: int) -> bool:
+    return all(window.move(each, source, target) for each in made)
 
 
 def gather(window: shared_memory.Window, layout: MoveLayout, blocks: list[Array], rank: int) -> Array:
@@ -38,7 +38,7 @@ def gather(window: shared_memory.Window, layout: MoveLayout, blocks: list[Array]
     out = np.zeros(sum(counts), np.uint8)
     first = sum(counts[:rank])
     out[first : first + counts[rank]] = blocks[rank]
-    assert run(window, layout.gather(address(out) + first, address(out), counts, window.chunk))
+    assert run(window, layout.gather(counts, window.chunk), address(out) + first, address(out))
     return out
 
 
@@ -50,7 +50,7 @@ def alltoall(window: shared_memory.Window, layout: MoveLayout, blocks: list[list
     at, own = sum(len(blocks[q][rank]) for q in range(rank)), blocks[rank][rank]
     recv[at : at + len(own)] = own
     largest = layout.largest_trade(sizes)
-    assert run(window, layout.alltoall(address(send), address(recv), table, window.chunk, largest))
+    assert run(window, layout.alltoall(table, window.chunk, largest), address(send), address(recv))
     return recv
 
 
@@ -92,6 +92,21 @@ def test_random_moves_one_behind_the_other(data: st.DataObject, layout: tuple[in
                 assert next(found).tobytes() == b"".join(row[rank].tobytes() for row in blocks)
             elif kind == "reduce":
                 assert (next(found) == sum(range(size))).all()
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 2, 1)], ids=str)
+def test_long_lanes_go_past_the_caches(layout: tuple[int, ...]) -> None:
+    size, hosts = sum(layout), Hosts(layout, 16 * CHUNK)
+    rng = np.random.default_rng(size)
+    blocks = [[rng.integers(0, 256, (5 << 20) + 3 * q, np.uint8) for q in range(size)] for _ in range(size)]
+
+    def job(rank: int, window: shared_memory.Window) -> tuple[Array, Array]:
+        mine = MoveLayout(places(layout), rank)
+        return gather(window, mine, [row[0] for row in blocks], rank), alltoall(window, mine, blocks, rank)
+
+    for rank, (all_first, own) in enumerate(hosts.run(job)):
+        assert all_first.tobytes() == b"".join(row[0].tobytes() for row in blocks)
+        assert own.tobytes() == b"".join(row[rank].tobytes() for row in blocks)
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (3, 1), (1, 2, 4)], ids=str)
@@ -149,8 +164,8 @@ def test_a_lost_connection_names_the_host(layout: tuple[int, ...], count: int) -
             return None
         out = np.zeros(count * sum(layout), np.uint8)
         at, counts = address(out), [count] * sum(layout)
-        made = MoveLayout(places(layout), rank).gather(at + rank * count, at, counts, window.chunk)
-        done = run(window, made)
+        made = MoveLayout(places(layout), rank).gather(counts, window.chunk)
+        done = run(window, made, at + rank * count, at)
         # Others may not notice by themselves, if they only wait for this rank.
         window.abort(b"lost")
         hosts.cut(next(g for g, ranks in enumerate(places(layout)) if rank in ranks))
@@ -168,7 +183,7 @@ def test_a_frame_of_another_length_is_an_error() -> None:
     def job(rank: int, window: shared_memory.Window) -> bool:
         out = np.zeros(300, np.uint8)
         counts, at = [100 + rank, 100 + rank], address(out)
-        return run(window, MoveLayout([[0], [1]], rank).gather(at, at, counts, window.chunk))
+        return run(window, MoveLayout([[0], [1]], rank).gather(counts, window.chunk), at, at)
 
     assert hosts.run(job) == [False, False]
     assert {exchange.lost for exchange in hosts.exchanges} & {(0, 71), (1, 71)}
@@ -188,10 +203,10 @@ def test_a_broadcast_is_relayed(layout: tuple[int, ...], nbytes: int, data: st.D
     def job(rank: int, window: shared_memory.Window) -> Array:
         mine = MoveLayout(places(layout), rank)
         out = values.copy() if rank == root else np.zeros(nbytes, np.uint8)
-        made = list(mine.broadcast(address(out), address(out), nbytes, root, 1 << 18))
+        made = list(mine.broadcast(nbytes, root, 1 << 18))
         if mine.local == 0:
             crossed.append(sum(int(move.lanes[move.out[g]]) for move in made for g in _others(mine, move)))
-        assert run(window, made)
+        assert run(window, made, address(out), address(out))
         return out
 
     with pytest.MonkeyPatch.context() as patch:
@@ -213,7 +228,7 @@ def test_each_byte_crosses_once_per_host() -> None:
     for rank in range(4):
         mine = MoveLayout(places(layout), rank)
         for counts, sent in (([count] * 4, 2 * count), ([0, count, 0, 0], count * (rank < 2))):
-            (move,) = mine.gather(4096, 4096, counts, CHUNK * 16)
+            (move,) = mine.gather(counts, CHUNK * 16)
             lanes = [move.out[g] for g in range(2) if g != mine.here]
             assert sum(int(move.lanes[lane]) for lane in lanes if lane >= 0) == sent
 
@@ -235,4 +250,4 @@ def test_wrong_arguments_are_refused() -> None:
     ]
     for text, changed in wrong:
         with pytest.raises(ValueError, match=text):
-            window.move(good._replace(**changed))
+            window.move(good._replace(**changed), 0, 0)

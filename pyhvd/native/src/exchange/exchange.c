@@ -329,13 +329,18 @@ void pyhvd_exchange_look(const pyhvd_exchange *e) {
         if (k % e->hosts != e->host) pyhvd_link_look(&e->links[k]);
 }
 
-void pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk) {
-    if (count < TIMED) return;
+int pyhvd_exchange_depth(const pyhvd_exchange *e, size_t chunk) {
+    if (e->rate <= 0.0 || !chunk) return PYHVD_DEPTH;
+    double depth = MAX(e->rate * IN_FLIGHT_NS, IN_FLIGHT_LEAST) / (double)chunk + 0.5;
+    return depth < PYHVD_DEPTH ? MAX((int)depth, 2) : PYHVD_DEPTH;
+}
+
+int pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk) {
+    if (count < TIMED || !chunk) return 0;
     /* The first chunks may have waited for a rank that was late. */
     if (ended == PYHVD_DEPTH) e->timed_ns = pyhvd_now();
-    if (ended < count) return;
+    if (ended < count) return 0;
     double bytes = (double)(count - PYHVD_DEPTH) * (double)chunk;
     e->rate = MAX(bytes / (double)MAX(pyhvd_now() - e->timed_ns, 1), KEPT * e->rate);
-    double depth = MAX(e->rate * IN_FLIGHT_NS, IN_FLIGHT_LEAST) / (double)chunk + 0.5;
-    e->depth = depth < PYHVD_DEPTH ? MAX((int)depth, 2) : PYHVD_DEPTH;
+    return 1;
 }

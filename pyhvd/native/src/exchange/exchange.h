@@ -159,9 +159,12 @@ static inline void pyhvd_exchange_end_wait(pyhvd_exchange *e) {
 /* Count an operation that has ended. */
 void pyhvd_exchange_count(pyhvd_exchange *e);
 
-/* Take note that the first `ended` of an operation's `count` chunks have ended on this rank; after the
- * last one of a large operation, choose the depth for the next ones. */
-void pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk);
+/* Take note that the first `ended` of an operation's `count` chunks of so many bytes have ended on this
+ * rank. After the last one of a large operation, estimate the link's rate anew, and return 1. */
+int pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk);
+
+/* The depth for chunks of so many bytes, at the link's rate. */
+int pyhvd_exchange_depth(const pyhvd_exchange *e, size_t chunk);
 
 /* Whether a chunk, or the flat operation, has ended on this rank. */
 int pyhvd_exchange_has_ended(const pyhvd_exchange *e, uint64_t chunk);

@@ -19,7 +19,8 @@ static void find_starts(const int64_t *counts, int n, int64_t *starts) {
 static void pack_lane(pyhvd_window *w, const pyhvd_job_cursor *c, int64_t from, int64_t to,
                       uint8_t *at, uint64_t number) {
     int64_t begin = pyhvd_trace_now(w->trace);
-    copy_parts(c->local->sources, c->local->source_count, w->rank, from, to, at, c->source, 1);
+    copy_parts(c->local->sources, c->local->source_count, w->rank, from, to, at, c->source,
+               INTO_LANE);
     pyhvd_add_stage(w, PYHVD_PACKING, begin, number);
 }
 
@@ -35,7 +36,8 @@ static int unpack_lane(pyhvd_window *w, const pyhvd_job_cursor *c, int64_t from,
     int64_t begin = pyhvd_trace_now(w->trace);
     if (begin > waits)
         pyhvd_trace_add(w->trace, PYHVD_AWAITING, waits, 0, 0, number + 1, (uint32_t)peer);
-    copy_parts(m->targets, m->target_count, peer, from, to, (uint8_t *)(uintptr_t)at, c->target, 0);
+    copy_parts(m->targets, m->target_count, peer, from, to, (uint8_t *)(uintptr_t)at, c->target,
+               way_out(c, m->longest));
     pyhvd_add_stage(w, PYHVD_UNPACKING, begin, number);
     return PYHVD_OK;
 }
@@ -106,16 +108,18 @@ static int read_source(const pyhvd_window *w, const pyhvd_job_cursor *c, int pee
                        source_place place) {
     const pyhvd_local_move *m = c->local;
     const uint8_t *mapped = place.held ? w->arena[peer] + (place.held - 1) : NULL;
+    int streamed = way_out(c, m->longest) == PAST_CACHES;
     size_t k = first_part(m->targets, m->target_count, peer, 0);
     for (; k < m->target_count && m->targets[k].lane == peer; k++) {
         void *to = (void *)(intptr_t)(c->target + m->targets[k].address);
         size_t bytes = (size_t)m->targets[k].bytes;
         if (mapped)
-            memcpy(to, mapped + m->origins[k], bytes);
+            pyhvd_copy(to, mapped + m->origins[k], bytes, streamed);
         else if (!pyhvd_read_peer(w->pids[peer], to, place.address + (uint64_t)m->origins[k],
                                   bytes))
             return 0;
     }
+    pyhvd_stream_fence();
     return 1;
 }
 

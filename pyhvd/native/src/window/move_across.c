@@ -46,12 +46,22 @@ static int64_t slice_start(int64_t bytes, int64_t k, int64_t slices) {
 
 static const pyhvd_move *move_of(const pyhvd_job_cursor *c) { return &c->moves[c->moved]; }
 
-/* Choose the bytes of a lane in a slice of a chunk, and the number of chunks: enough for each lane. */
+/* Choose the bytes of a lane in a slice of a chunk, and the number of chunks: enough for each lane. If
+ * no host has several ranks, nothing lies in slots; then the frames that leave a host have two chunks. */
 static void cut_into_chunks(const pyhvd_window *w, pyhvd_job_cursor *c) {
+    const pyhvd_exchange *e = w->exchange;
     const pyhvd_move *m = move_of(c);
-    int64_t room = (int64_t)w->chunk / ((int64_t)m->lanes * m->owned) & ~(int64_t)(ALIGNED - 1);
+    int64_t cells = e->slices == 1 ? e->hosts / 2 : (int64_t)m->lanes * m->owned;
+    int64_t room = (int64_t)w->chunk / cells & ~(int64_t)(ALIGNED - 1);
     /* A slice may be longer than others, by less than ALIGNED. */
-    int64_t slice = m->longest / w->exchange->slices + ALIGNED;
+    int64_t slice = m->longest / e->slices + ALIGNED;
+    int to = 0, from = 0;
+    for (int g = 0; g < e->hosts; g++) {
+        to += g != e->host && m->out[g] >= 0;
+        from += m->in[g] >= 0;
+    }
+    c->crossing = (size_t)(room * e->slices * MAX(to, from));
+    c->depth = pyhvd_exchange_depth(e, c->crossing);
     c->room = room;
     c->chunks = m->longest ? (slice + room - 1) / room : 0;
 }
@@ -103,7 +113,7 @@ static int pack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_move *m = move_of(c);
     int64_t index = c->next[PACK];
     uint64_t chunk = w->chunks + (uint64_t)index, slots = (uint64_t)w->slots;
-    if (index == c->chunks || index - c->next[UNPACK] >= PYHVD_DEPTH ||
+    if (index == c->chunks || index - c->next[UNPACK] >= c->depth ||
         (chunk >= slots && !all_reached(w, TAKEN, chunk - slots + 1)))
         return NOTHING;
     for (int lane = 0; lane < m->lanes; lane++)
@@ -111,7 +121,7 @@ static int pack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
             cell each = cell_of(w, c, index, lane, k);
             if (each.from < each.to && !sent_from(w, c, lane, each))
                 copy_parts(m->sources, m->source_count, lane, each.from, each.to, each.slot,
-                           source_of(c), 1);
+                           source_of(c), INTO_LANE);
         }
     if (w->size > 1) pyhvd_announce(w, PACKED, chunk + 1);
     c->next[PACK]++;
@@ -168,15 +178,17 @@ static int unpack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
     int64_t index = c->next[UNPACK];
     uint64_t chunk = w->chunks + (uint64_t)index;
     if (index == c->next[EXCHANGE] || !all_reached(w, REDUCED, chunk + 1)) return NOTHING;
+    int how = way_out(c, m->longest);
     for (int lane = 0; lane < m->lanes; lane++)
         for (int k = 0; k < w->exchange->slices; k++) {
             cell each = cell_of(w, c, index, lane, k);
             if (each.from < each.to && !received_at(w, c, lane, each))
                 copy_parts(m->targets, m->target_count, lane, each.from, each.to, each.slot,
-                           c->target, 0);
+                           c->target, how);
         }
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;
+    pyhvd_exchange_time(w->exchange, c->next[UNPACK], c->chunks, c->crossing);
     /* In pieces, so that the links do not stand still meanwhile. */
     if (c->local) {
         int64_t share = c->local->own_bytes / (int64_t)c->move_count;
@@ -202,9 +214,9 @@ int pyhvd_move_advance(pyhvd_window *w, pyhvd_job_cursor *c) {
     return ENDED;
 }
 
-int pyhvd_window_move(pyhvd_window *w, const pyhvd_move *move) {
+int pyhvd_window_move(pyhvd_window *w, const pyhvd_move *move, int64_t source, int64_t target) {
     pyhvd_job_cursor cursor;
-    pyhvd_window_begin_move(&cursor, NULL, move, 1, 0, 0);
+    pyhvd_window_begin_move(&cursor, NULL, move, 1, source, target);
     w->interruptible = 0;
     return pyhvd_across_proceed(w, &cursor);
 }

@@ -12,10 +12,7 @@
 #include "kernels/kernels.h"
 
 #define BLOCK 4096 /* bytes that are reduced at a time: they stay in the L1 cache */
-/* Bytes of a job from which on its results go past the caches. With cold caches smaller jobs would gain, too;
- * with warm ones 256 KiB would take a third longer. */
-#define STREAMED ((size_t)1 << 20)
-#define SOON 4 /* prefetch distance (tensors) for small tensors */
+#define SOON 4     /* prefetch distance (tensors) for small tensors */
 
 /* A range of elements within one tensor. */
 typedef struct {
@@ -77,7 +74,7 @@ static inline uint8_t *pack_range(const pyhvd_job *job, size_t *walk, int64_t fr
  * lines are in the cache. */
 static inline int is_streamed(const pyhvd_job *job, size_t tensor) {
     return job->dsts[tensor] && job->dsts[tensor] != job->srcs[tensor] &&
-           (size_t)job->starts[job->n] * pyhvd_itemsize(job->dtype) >= STREAMED;
+           job->starts[job->n] * (int64_t)pyhvd_itemsize(job->dtype) >= PYHVD_STREAMED;
 }
 
 /* Copy the results [from, to) from a slot. Before another thread may read them: pyhvd_stream_fence(). */
@@ -88,10 +85,7 @@ static inline void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from
     while (next_piece(job, walk, &from, to, &p)) {
         size_t bytes = (size_t)p.count * item;
         int64_t dst = job->dsts[p.tensor];
-        if (is_streamed(job, p.tensor))
-            pyhvd_stream_copy(address_of(dst, p.offset, item), in, bytes);
-        else if (dst)
-            memcpy(address_of(dst, p.offset, item), in, bytes);
+        if (dst) pyhvd_copy(address_of(dst, p.offset, item), in, bytes, is_streamed(job, p.tensor));
         in += bytes;
     }
 }

@@ -103,7 +103,11 @@ typedef struct {
     /* On one host: ranks that were heard of, and a bit for each rank whose lane comes in chunks. */
     int heard;
     uint64_t in_chunks[PYHVD_MAX_LOCAL / 64];
-    int64_t room, chunks; /* of the present move: bytes of a lane in a slice of a chunk */
+    /* Of the present move: bytes of a lane in a slice of a chunk, chunks, what a chunk sends to other
+     * hosts or receives from them, and how many chunks are under way at most. */
+    int64_t room, chunks;
+    size_t crossing;
+    int depth;
     int64_t step;
     int stage;
     int64_t next[4]; /* over several hosts: the next chunk of each stage; see across.c */
@@ -143,8 +147,8 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
 int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count,
                           uint8_t *recv, int64_t recv_count);
 
-/* Move bytes between the ranks of several hosts; the parts have addresses. */
-int pyhvd_window_move(pyhvd_window *w, const pyhvd_move *move);
+/* Move bytes between the ranks of several hosts; the parts count from these addresses. */
+int pyhvd_window_move(pyhvd_window *w, const pyhvd_move *move, int64_t source, int64_t target);
 
 /* Return when every rank has called it. */
 int pyhvd_window_barrier(pyhvd_window *w);
