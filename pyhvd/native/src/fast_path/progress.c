@@ -191,7 +191,7 @@ static void stage(pyhvd_fast_path *path, const pyhvd_call *call) {
                        tensor->prescale);
         else if (values && count)
             copy_parts(move->sources, move->source_count, (int)move->sources->lane, 0, count,
-                       values, call->srcs[k], 1);
+                       values, call->srcs[k], INTO_LANE);
     }
 }
 
