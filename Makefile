@@ -334,6 +334,8 @@ spark35: .venv-spark35/.done
 .venv-frameworks/.done: .venv/.done
 	$(call venv,$(PYTHON),tests with JAX$(comma) TensorFlow and Keras)
 	$(call link,[mpich$(comma)spark],test frameworks,.venv)
+	@# Alone: it asks for tensorflow, which tensorflow-cpu is.
+	@$(PIP) --no-deps "tf_keras~=$$($(@D)/bin/python -c 'import importlib.metadata as m; print(next(m.version(n) for n in ("tensorflow-cpu", "tensorflow") if list(m.Distribution.discover(name=n))))')"
 
 .venv-torch-oldest/.done: .venv/.done
 	$(call venv,$(PYTHON),tests with the oldest torch)

@@ -10,6 +10,7 @@ import keras
 
 from pyhvd.api.compression import Compressor
 from pyhvd.keras.compression import Compression
+from pyhvd.keras.legacy import library
 from pyhvd.keras.optimizer import DistributedOptimizer
 
 
@@ -37,7 +38,8 @@ def load_model(
     compression : Compressor
         What is sent in place of a gradient.
     legacy_opts : bool
-        Must be False: Keras 3 has no legacy optimizers.
+        No effect with tf_keras, whose files name the family. Else it must be False: Keras 3 has no
+        legacy optimizers.
 
     Returns
     -------
@@ -47,15 +49,19 @@ def load_model(
     Raises
     ------
     ValueError
-        `legacy_opts` is True.
+        `legacy_opts` is True in Keras 3.
     """
-    if legacy_opts:
+    chosen = library()
+    if legacy_opts and chosen is keras:
         raise ValueError("load_model(legacy_opts=True): Keras 3 has no legacy optimizers: leave it out")
     known = {each.__name__: each for each in custom_optimizers or ()} | (custom_objects or {})
-    model = keras.saving.load_model(filepath, custom_objects=known)
+    model = chosen.models.load_model(filepath, custom_objects=known)
     if getattr(model, "optimizer", None) is not None:
-        if model.optimizer.built and len(model.optimizer._trainable_variables) < len(
-            model.trainable_variables
+        is_new = chosen is keras
+        if (
+            is_new
+            and model.optimizer.built
+            and len(model.optimizer._trainable_variables) < len(model.trainable_variables)
         ):
             model.optimizer = _anew(model, filepath)
         DistributedOptimizer(model.optimizer, compression=compression)

@@ -18,6 +18,7 @@ from pyhvd.api.compression import Compressor
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import ReduceOp
 from pyhvd.graph.grouping import checked_groups
+from pyhvd.keras import legacy
 from pyhvd.keras.backend import door
 from pyhvd.keras.compression import Compression
 from pyhvd.keras.loss_scale import let_ranks_agree
@@ -46,7 +47,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Parameters
     ----------
-    optimizer : keras.optimizers.Optimizer
+    optimizer : keras.optimizers.Optimizer, or one of tf_keras
         It keeps its variables. Its class is replaced by one of the same name that derives from it. Of a
         LossScaleOptimizer the inner optimizer is distributed, of a MultiOptimizer each inner one.
     name : str, optional
@@ -65,7 +66,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises
     ------
     TypeError
-        The object is not an optimizer of Keras 3.
+        The object is not an optimizer of Keras 3 or tf_keras.
     ValueError
         An option has a value that is not supported, or Keras distributes the model itself.
     RuntimeError
@@ -135,7 +136,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     layers = local_layers or []
     for layer in layers if isinstance(layers, list | tuple | set) else [layers]:
-        if not isinstance(layer, keras.layers.Layer):
+        if not isinstance(layer, legacy.layer_classes()):
             raise ValueError(f"local_layers: expected layers of Keras, not {type(layer).__name__}")
         if not layer.built:
             raise ValueError(f"local_layers: layer {layer.name!r} has no variables yet: build it before")
@@ -204,6 +205,10 @@ class _DistributedMulti(_Distributed):
             _distribute_inner(self, self._reduction.options)
 
 
+class _DistributedLegacy(legacy.DistributedApply, _Distributed):
+    """Of an optimizer of tf_keras."""
+
+
 @functools.cache
 def _derive(given: Any, methods: type) -> Any:
     if issubclass(given, _Distributed):
@@ -215,13 +220,17 @@ def _derive(given: Any, methods: type) -> Any:
 def own_class(derived: Any) -> Any:
     """Return the class that an optimizer had before it was distributed."""
     bases = derived.__bases__
-    return bases[1] if bases[0] in (_DistributedOne, _DistributedMulti) else derived
+    return bases[1] if bases[0] in (_DistributedOne, _DistributedMulti, _DistributedLegacy) else derived
 
 
 # -- steps of distributing -----------------------------------------------------------------------------
 
 
 def _distribute(optimizer: Any, options: GradientOptions) -> Any:
+    if legacy.is_optimizer(optimizer):
+        legacy.check(optimizer, options)
+        _mark(optimizer, _DistributedLegacy, options)
+        return optimizer
     let_ranks_agree()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _distribute(optimizer.inner_optimizer, options)

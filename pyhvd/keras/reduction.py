@@ -138,6 +138,19 @@ class GradientReduction:
         result: list[Any] = door().at_updates(optimizer, change, list(grads))
         return result
 
+    def reduce_given(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients of a step whose optimizer hands over its variables with them."""
+        if self.is_needed:
+            door().check_step()
+            self._compare(optimizer, grads, variables)
+        results = list(grads)
+        present = [place for place, grad in enumerate(grads) if grad is not None]
+        given = [grads[place] for place in present]
+        reduced = self._changed(optimizer, given, [variables[place] for place in present])
+        for place, new in zip(present, reduced, strict=True):
+            results[place] = new
+        return results
+
     def agree_on(self, finite: Any) -> Any:
         """Return whether the gradients of all ranks are finite, from whether this rank's are."""
         if not self.is_needed:
@@ -219,4 +232,5 @@ class GradientReduction:
 
 def key_of(optimizer: Any, variable: Any) -> Any:
     """Return by what an optimizer knows a variable: of Keras, or the backend's own below it."""
-    return optimizer._var_key(variable)
+    own = getattr(optimizer, "_var_key", None)  # the older family of tf_keras has none
+    return id(variable) if own is None else own(variable)

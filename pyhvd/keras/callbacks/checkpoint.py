@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 from pyhvd.api.topology import rank
+from pyhvd.keras.legacy import library
+
+_ModelCheckpoint: Any = library().callbacks.ModelCheckpoint
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(_ModelCheckpoint):
     """A ModelCheckpoint that keeps the best model, and writes on rank 0 alone.
 
     Parameters
@@ -37,7 +38,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     ) -> None:
         unset = "unset.weights.h5" if save_weights_only else "unset.keras"  # Keras requires a path
         super().__init__(
-            unset if filepath is None else filepath,
+            unset if filepath is None else str(filepath),
             monitor,
             verbose,
             save_best_only=True,

@@ -12,9 +12,12 @@ from typing import Any
 import keras
 
 from pyhvd.api.topology import size
+from pyhvd.keras.legacy import has_settable_rate, library
+
+_Callback: Any = library().callbacks.Callback
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
+class LearningRateScheduleCallback(_Callback):
     """Multiplies an initial learning rate by a factor that follows the epoch.
 
     Parameters
@@ -30,7 +33,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     staircase : bool
         Whether it is set once in an epoch; else at every batch, with a fractional epoch.
     momentum_correction : bool
-        No effect: the momentum of Keras 3 is a constant of the compiled step. An optimizer with momentum
+        No effect: the momentum is a constant of the compiled step. An optimizer with momentum
         causes one warning.
     steps_per_epoch : int, optional
         Batches of an epoch, if Keras does not know them.
@@ -70,15 +73,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """Check the optimizer, and take what the parameters leave open."""
         optimizer = self.model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if not isinstance(getattr(inner, "_learning_rate", None), keras.Variable):
+        if not has_settable_rate(inner):
             raise TypeError(
                 f"{type(self).__name__}: the learning rate of {type(inner).__name__} cannot be set: give the"
                 " optimizer a number as learning_rate, or leave out this callback"
             )
         if self.momentum_correction and getattr(inner, "momentum", None):
             warnings.warn(
-                f"{type(self).__name__}: momentum_correction has no effect in Keras 3, where the momentum is"
-                " a constant of the compiled step: pass momentum_correction=False",
+                f"{type(self).__name__}: momentum_correction has no effect, as the momentum is a"
+                " constant of the compiled step: pass momentum_correction=False",
                 stacklevel=2,
             )
             self.momentum_correction = False

@@ -15,11 +15,13 @@ from pyhvd.api.process_sets import global_process_set
 from pyhvd.api.topology import rank
 from pyhvd.common.text import describe_values
 from pyhvd.errors import MismatchError
+from pyhvd.keras.legacy import library
 
+_Callback: Any = library().callbacks.Callback
 _NAME = "keras.metrics"
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(_Callback):
     """Averages the metrics of all ranks at the end of each epoch, in place.
 
     So give it before the callbacks that read metrics. Values of ``logs`` that are no numbers stay.
@@ -81,7 +83,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         return samples
 
 
-class StopTogetherCallback(keras.callbacks.Callback):
+class StopTogetherCallback(_Callback):
     """Stops training on all ranks at the end of the epoch in which one rank has set ``stop_training``.
 
     Give it after the callbacks that may stop training.

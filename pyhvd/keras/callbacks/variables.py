@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import keras
-
 from pyhvd.keras.functions import broadcast_variables
+from pyhvd.keras.legacy import build_optimizer, library, optimizer_variables
+
+_Callback: Any = library().callbacks.Callback
 
 _SEEDS = "seed_generator_state"
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(_Callback):
     """Assigns the root's variables of model and optimizer to all ranks, before the first step.
 
     A model that is built only by its first batch gets them after that batch. The learning rate and the states
@@ -49,8 +50,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.broadcast_done or not model.built:
             return
         optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
+        if optimizer is not None:
+            build_optimizer(optimizer, model.trainable_variables)
         self._broadcast(model, optimizer)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -60,8 +61,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast(model, getattr(model, "optimizer", None))
 
     def _broadcast(self, model: Any, optimizer: Any) -> None:
-        variables = [each for each in model.weights if not each.path.endswith(_SEEDS)]
-        variables += [] if optimizer is None else optimizer.variables
+        variables = [each for each in model.weights if not getattr(each, "path", each.name).endswith(_SEEDS)]
+        variables += [] if optimizer is None else optimizer_variables(optimizer)
         rates = {id(getattr(each, "_learning_rate", None)) for each in _with_inner(optimizer)}
         chosen = [each for each in variables if id(each) not in self._local | rates]
         broadcast_variables(chosen, self.root_rank)
