@@ -1,4 +1,4 @@
-"""A program for Horovod and Keras 2, written as Horovod's examples are, which horovodrun starts on 2 ranks."""
+"""A program for Horovod and Keras 2, written as Horovod's examples are; horovodrun starts it on 2 ranks."""
 
 from __future__ import annotations
 

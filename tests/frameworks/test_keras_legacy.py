@@ -1,4 +1,4 @@
-"""tf_keras, Keras 2 under a name of its own: both families of optimizers, callbacks, a program of Horovod's."""
+"""tf_keras, Keras 2 under another name: its optimizers of both families, callbacks, a Horovod program."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from tests.frameworks.doors import on_doors
-from tests.mpi.launch import ROOT
+from tests.mpi.launch import ROOT, horovodrun
 
 if any(importlib.util.find_spec(name) is None for name in ("tensorflow", "keras", "tf_keras")):
     pytest.skip("needs TensorFlow and tf_keras: run `make test-frameworks`", allow_module_level=True)
 
 _PROGRAM = Path(__file__).with_name("keras_legacy_mnist.py")
-_START = "import sys; from pyhvd.run.__main__ import horovodrun; sys.exit(horovodrun())"
 _BATCH, _STEPS = 8, 6
 
 
@@ -182,7 +181,7 @@ def test_a_program_of_horovod_runs_unchanged(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "compat" / "horovod")])
     own = {"TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     env = {**os.environ, **own, "PYTHONPATH": paths}
-    command = [sys.executable, "-c", _START, "-np", "2", sys.executable, str(_PROGRAM), str(tmp_path)]
+    command = [*horovodrun(tmp_path), "-np", "2", sys.executable, str(_PROGRAM), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert all(f"rank {rank} ended" in done.stdout for rank in range(2))

@@ -30,6 +30,13 @@ RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 _OUTER_JOB = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
 
 
+def horovodrun(folder: str | Path) -> tuple[str, str]:
+    """Return the command line of horovodrun, as pip makes it; its script lies in the folder."""
+    script = Path(folder, "horovodrun")
+    script.write_text("import sys\nfrom pyhvd.run.__main__ import horovodrun\nsys.exit(horovodrun())\n")
+    return sys.executable, str(script)
+
+
 @functools.cache
 def mpiexec_path() -> str | None:
     """Return the mpiexec of this interpreter's environment, else the one on PATH, else None."""

@@ -19,7 +19,7 @@ import pytest
 
 import pyhvd.spark
 from pyhvd.testing import run_ranks
-from tests.mpi.launch import ROOT
+from tests.mpi.launch import ROOT, horovodrun
 
 PROGRAMS = ROOT / "tests" / "torch" / "programs"
 NAMES = (
@@ -41,15 +41,8 @@ def _run_all(by: str) -> subprocess.CompletedProcess[str]:
     if by == "as_horovod":
         return _run(sys.executable, "-m", "pyhvd.run", "-np", "2", "--as-horovod", *_PATHS)
     with tempfile.TemporaryDirectory() as folder:
-        command = (*_horovodrun(folder), "-np", "2", "python", "-u")
+        command = (*horovodrun(folder), "-np", "2", "python", "-u")
         return _run(*command, *_PATHS, PYTHONPATH=COMPAT)
-
-
-def _horovodrun(folder: str | Path) -> tuple[str, str]:
-    """Return the command line of horovodrun, as pip makes it."""
-    script = Path(folder, "horovodrun")
-    script.write_text("import sys\nfrom pyhvd.run.__main__ import horovodrun\nsys.exit(horovodrun())\n")
-    return sys.executable, str(script)
 
 
 def _run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -471,24 +464,24 @@ def test_children_of_a_rank_find_horovod_too(tmp_path: Path) -> None:
 
 @pytest.mark.any_mpi
 def test_texts_of_horovodrun_name_it(tmp_path: Path) -> None:
-    shown = _run(*_horovodrun(tmp_path), "--help")
+    shown = _run(*horovodrun(tmp_path), "--help")
     usage = "usage: horovodrun (-np N | -H HOSTS) [options] command [argument ...]"
     assert shown.stdout.startswith(usage)
     assert "horovodrun -np 4 python train.py" in shown.stdout
     assert "pyhvdrun" not in shown.stdout
     code = "import sys, horovod.runner.launch as launch; sys.exit(launch.run_commandline())"
-    for command in (_horovodrun(tmp_path), (sys.executable, "-c", code)):
+    for command in (horovodrun(tmp_path), (sys.executable, "-c", code)):
         wrong = _run(*command, "-np", "2", "--nonsense", "python", "train.py", PYTHONPATH=COMPAT)
         assert (wrong.returncode, wrong.stderr) == (
             2,
             f"{usage}\nhorovodrun: error: unrecognized arguments: --nonsense\n",
         )
-    missing = _run(*_horovodrun(tmp_path), "-np", "2")
+    missing = _run(*horovodrun(tmp_path), "-np", "2")
     assert missing.stderr.endswith("horovodrun: error: no command: give one, such as python train.py\n")
 
 
 def test_horovodrun_runs_other_commands(tmp_path: Path) -> None:
-    done = _run(*_horovodrun(tmp_path), "-np", "2", "sh", "-c", "echo its word is $0; exit 3", "this")
+    done = _run(*horovodrun(tmp_path), "-np", "2", "sh", "-c", "echo its word is $0; exit 3", "this")
     assert done.returncode == 3, done.stderr
     assert "its word is this" in done.stdout
     assert "exited with code 3" in done.stderr
