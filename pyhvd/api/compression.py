@@ -82,6 +82,36 @@ class FP16Compressor(Compressor):
         return tensor.astype(ctx) if hasattr(tensor, "astype") else tensor.to(ctx)
 
 
+class CastingCompressor(Compressor):
+    """Sends float32 and float64 as a narrower dtype, others unchanged; a framework says how to cast.
+
+    Attributes
+    ----------
+    dtype : object
+        What is sent.
+    """
+
+    dtype: Any
+
+    @staticmethod
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """Return the tensor in another dtype."""
+        raise NotImplementedError
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Return the tensor to send, and its dtype; None as dtype if it is sent unchanged."""
+        own = tensor.dtype
+        # numpy's and TensorFlow's dtypes have a name; that of torch's is "torch.float32".
+        name = str(getattr(own, "name", own)).rpartition(".")[2]
+        return (cls.cast(tensor, cls.dtype), own) if name in ("float32", "float64") else (tensor, None)
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        """Return the tensor in its own dtype again."""
+        return tensor if ctx is None else cls.cast(tensor, ctx)
+
+
 class Compression:
     """The built-in compressions.
 

@@ -6,50 +6,30 @@ from typing import Any
 
 import tensorflow as tf
 
-from pyhvd.api.compression import Compressor, NoneCompressor
-
-_WIDE = (tf.float32, tf.float64)
+from pyhvd.api import compression
 
 
-class Float16Cast(Compressor):
-    """Sends float32 and float64 as float16, others unchanged. Values beyond 65,504 become infinite."""
-
+class _Cast(compression.CastingCompressor):
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor to send, and its dtype; None as dtype if it is sent unchanged."""
-        return _narrowed(tensor, tf.float16)
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its own dtype again."""
-        return _widened(tensor, ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """Return the tensor in another dtype."""
+        return tf.cast(tensor, dtype)
 
 
-class BFloat16Cast(Compressor):
-    """Sends float32 and float64 as bfloat16, which has float32's range and 8 bits of precision."""
+class FP16Compressor(_Cast):
+    """Sends floats as float16. Values beyond 65,504 become infinite."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor to send, and its dtype; None as dtype if it is sent unchanged."""
-        return _narrowed(tensor, tf.bfloat16)
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its own dtype again."""
-        return _widened(tensor, ctx)
+    dtype = tf.float16
 
 
-class Compression:
+class BF16Compressor(_Cast):
+    """Sends floats as bfloat16, which has float32's range and 8 bits of precision."""
+
+    dtype = tf.bfloat16
+
+
+class Compression(compression.Compression):
     """The built-in compressions: ``none``, the default, ``fp16`` and ``bf16``."""
 
-    none = NoneCompressor
-    fp16 = Float16Cast
-    bf16 = BFloat16Cast
-
-
-def _narrowed(tensor: Any, dtype: Any) -> tuple[Any, Any]:
-    return (tf.cast(tensor, dtype), tensor.dtype) if tensor.dtype in _WIDE else (tensor, None)
-
-
-def _widened(tensor: Any, ctx: Any) -> Any:
-    return tensor if ctx is None else tf.cast(tensor, ctx)
+    fp16: Any = FP16Compressor
+    bf16 = BF16Compressor

@@ -9,20 +9,15 @@ import torch
 from pyhvd.api import compression
 
 
-class BF16Compressor(compression.Compressor):
+class BF16Compressor(compression.CastingCompressor):
     """Sends floats as bfloat16, which has float32's range and 8 bits of precision."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor to send, and its dtype."""
-        if tensor.dtype in (torch.float32, torch.float64):
-            return tensor.bfloat16(), tensor.dtype
-        return tensor, None
+    dtype = torch.bfloat16
 
     @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its own dtype again."""
-        return tensor if ctx is None else tensor.to(ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """Return the tensor in another dtype."""
+        return tensor.to(dtype)
 
 
 class Compression(compression.Compression):
