@@ -52,7 +52,7 @@ from pyhvd.errors import (
     UnsupportedOpError as UnsupportedOpError,
     UnsupportedShapeError as UnsupportedShapeError,
 )
-from pyhvd.graph.failures import cause_of as cause_of
+from pyhvd.frameworks.failures import cause_of as cause_of
 from pyhvd.jax import elastic as elastic
 from pyhvd.jax.compression import Compression as Compression
 from pyhvd.jax.door import graph_ops as graph_ops

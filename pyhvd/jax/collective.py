@@ -22,9 +22,9 @@ from jaxlib.mlir.dialects import stablehlo
 
 from pyhvd.api.call import check_rows, check_splits
 from pyhvd.dtypes import ReduceOp
-from pyhvd.graph import callback
-from pyhvd.graph.calls import TABLE, GraphCall
-from pyhvd.graph.names import default_name
+from pyhvd.frameworks import callback
+from pyhvd.frameworks.calls import TABLE, GraphCall
+from pyhvd.frameworks.names import default_name
 from pyhvd.jax.door import KEEPER, TARGET, graph_ops, open_door
 
 

@@ -8,7 +8,7 @@ import os
 import jax
 import jaxlib
 
-from pyhvd.graph.door import NativeDoor, callbacks_are_asked_for, native_door
+from pyhvd.frameworks.door import NativeDoor, callbacks_are_asked_for, native_door
 from pyhvd.native.shared_memory import hide_sites
 
 TARGET = "pyhvd_collective"

@@ -27,7 +27,7 @@ from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.api.topology import rank
 from pyhvd.dtypes import ReduceOp
 from pyhvd.errors import UnsupportedOpError
-from pyhvd.graph.calls import GraphCall
+from pyhvd.frameworks.calls import GraphCall
 from pyhvd.jax.collective import in_trace, run
 
 _LINEAR = (Average, Sum)

@@ -56,7 +56,7 @@ from pyhvd.errors import (
     UnsupportedOpError as UnsupportedOpError,
     UnsupportedShapeError as UnsupportedShapeError,
 )
-from pyhvd.graph.failures import cause_of as cause_of
+from pyhvd.frameworks.failures import cause_of as cause_of
 from pyhvd.keras import callbacks as callbacks, elastic as elastic
 from pyhvd.keras.compression import Compression as Compression
 from pyhvd.keras.functions import (

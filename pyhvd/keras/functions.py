@@ -14,7 +14,7 @@ from pyhvd.api.compression import Compressor
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.api.topology import rank
 from pyhvd.dtypes import ReduceOp
-from pyhvd.graph.agreement import agree
+from pyhvd.frameworks.agreement import agree
 from pyhvd.keras.backend import door
 from pyhvd.keras.compression import Compression
 

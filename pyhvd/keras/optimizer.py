@@ -17,7 +17,7 @@ from pyhvd.api.collectives import Average, Sum
 from pyhvd.api.compression import Compressor
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import ReduceOp
-from pyhvd.graph.grouping import checked_groups
+from pyhvd.frameworks.grouping import checked_groups
 from pyhvd.keras import legacy
 from pyhvd.keras.backend import door
 from pyhvd.keras.compression import Compression

@@ -19,8 +19,8 @@ from pyhvd.api.compression import Compressor, compress_all, decompress_all
 from pyhvd.api.process_sets import ProcessSet
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
-from pyhvd.graph.agreement import agree
-from pyhvd.graph.grouping import divide
+from pyhvd.frameworks.agreement import agree
+from pyhvd.frameworks.grouping import divide
 from pyhvd.keras.backend import ReductionTerms, door
 
 _AUTO_NUMBER = re.compile(r"_\d+(?=/|$)")

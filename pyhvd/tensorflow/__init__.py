@@ -55,7 +55,7 @@ from pyhvd.errors import (
     UnsupportedOpError as UnsupportedOpError,
     UnsupportedShapeError as UnsupportedShapeError,
 )
-from pyhvd.graph.failures import cause_of as cause_of
+from pyhvd.frameworks.failures import cause_of as cause_of
 from pyhvd.tensorflow import elastic as elastic
 from pyhvd.tensorflow.compression import Compression as Compression
 from pyhvd.tensorflow.door import graph_ops as graph_ops

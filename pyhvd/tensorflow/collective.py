@@ -13,8 +13,8 @@ from pyhvd.api import collectives as core
 from pyhvd.backends.host import rows_of
 from pyhvd.dtypes import lookup
 from pyhvd.errors import UnsupportedDtypeError
-from pyhvd.graph import callback
-from pyhvd.graph.calls import TABLE, GraphCall
+from pyhvd.frameworks import callback
+from pyhvd.frameworks.calls import TABLE, GraphCall
 from pyhvd.tensorflow.door import OpDoor, native_door
 from pyhvd.tensorflow.gradients import gradients_of
 from pyhvd.tensorflow.internals import check_not_xla, find_site, is_recording

@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from pyhvd.engine import context
-from pyhvd.graph.calls import GraphCall
-from pyhvd.graph.door import NativeDoor, callbacks_are_asked_for, native_door as shared_door
+from pyhvd.frameworks.calls import GraphCall
+from pyhvd.frameworks.door import NativeDoor, callbacks_are_asked_for, native_door as shared_door
 from pyhvd.tensorflow.gradients import gradients_of
 from pyhvd.tensorflow.internals import run_independently
 from pyhvd.tensorflow.terms import CollectiveTerms

@@ -20,7 +20,7 @@ from pyhvd.elastic import (
     max_size as max_size,
 )
 from pyhvd.elastic.handlers import Handler
-from pyhvd.graph.failures import raising_causes
+from pyhvd.frameworks.failures import raising_causes
 
 __all__ = [*elastic.__all__, "TensorFlowKerasState", "TensorFlowState"]
 

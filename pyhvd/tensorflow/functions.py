@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from pyhvd.api import objects
 from pyhvd.api.process_sets import ProcessSet, global_process_set
-from pyhvd.graph.agreement import agree
+from pyhvd.frameworks.agreement import agree
 from pyhvd.tensorflow.collective import run
 from pyhvd.tensorflow.naming import default_name
 from pyhvd.tensorflow.terms import CollectiveTerms

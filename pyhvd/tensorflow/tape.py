@@ -17,8 +17,8 @@ from pyhvd.api.compression import Compressor
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
-from pyhvd.graph.agreement import agree
-from pyhvd.graph.grouping import checked_groups, divide
+from pyhvd.frameworks.agreement import agree
+from pyhvd.frameworks.grouping import checked_groups, divide
 from pyhvd.tensorflow.compression import Compression
 from pyhvd.tensorflow.mpi_ops import grouped_allreduce
 from pyhvd.tensorflow.naming import default_name

@@ -1,4 +1,4 @@
-"""Tests of the frameworks' adapters on two ranks, once through each door of :mod:`pyhvd.graph`."""
+"""Tests of the frameworks' adapters on two ranks, once through each door of :mod:`pyhvd.frameworks`."""
 
 from __future__ import annotations
 

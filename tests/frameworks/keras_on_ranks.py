@@ -798,7 +798,7 @@ def states_begin_with_those_of_the_first_rank() -> None:
 
 @case("torch")  # its errors are pyhvd's own
 def errors_of_steps_leave_elastic_run_as_those_of_pyhvd() -> None:
-    from pyhvd.graph import failures
+    from pyhvd.frameworks import failures
     from pyhvd.keras.backend import door
 
     hvd = _hvd()

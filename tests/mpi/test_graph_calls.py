@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.graph.callback import run_now
-from pyhvd.graph.calls import TABLE, GraphCall
-from pyhvd.graph.failures import cause_of
-from pyhvd.graph.names import default_name
+from pyhvd.frameworks.callback import run_now
+from pyhvd.frameworks.calls import TABLE, GraphCall
+from pyhvd.frameworks.failures import cause_of
+from pyhvd.frameworks.names import default_name
 from pyhvd.testing import run_ranks
 from tests.mpi.harness import on_ranks
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyhvd.errors import HorovodInternalError
-from pyhvd.graph import failures
-from pyhvd.graph.calls import TABLE
+from pyhvd.frameworks import failures
+from pyhvd.frameworks.calls import TABLE
 
 
 def run_now(key: int, *arrays: Any) -> tuple[NDArray[Any], ...]:

@@ -17,8 +17,8 @@ from pyhvd.api import c_api
 from pyhvd.api.handles import Handle
 from pyhvd.api.lifecycle import call_after_leaving, call_before_leaving
 from pyhvd.engine import context
-from pyhvd.graph import failures
-from pyhvd.graph.calls import TABLE, GraphCall
+from pyhvd.frameworks import failures
+from pyhvd.frameworks.calls import TABLE, GraphCall
 
 _DRAIN_S = 5.0
 _CLOSE_S = 5.0
