@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 if TYPE_CHECKING:
-    from pyhvd.keras.reduction import GradientOptions, GradientReduction
+    from pyhvd.keras.reduction import GradientReduction, OptimizerOptions
 
 _SWITCH = "TF_USE_LEGACY_KERAS"
 
@@ -55,7 +55,7 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def check(optimizer: Any, options: GradientOptions) -> None:
+def check(optimizer: Any, options: OptimizerOptions) -> None:
     """Check that an optimizer of tf_keras can be distributed.
 
     Raises

@@ -22,7 +22,7 @@ from pyhvd.keras import legacy
 from pyhvd.keras.backend import door
 from pyhvd.keras.compression import Compression
 from pyhvd.keras.loss_scale import let_ranks_agree
-from pyhvd.keras.reduction import GradientOptions, GradientReduction, key_of
+from pyhvd.keras.reduction import GradientReduction, OptimizerOptions, key_of
 
 _TESTED = "3.15.1"
 
@@ -72,17 +72,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     RuntimeError
         This version of Keras lacks the methods in which pyhvd reduces gradients.
     """
-    options = GradientOptions(
-        name,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        checked_groups(groups, num_groups),
-        process_set,
-        scale_local_gradients,
+    options = OptimizerOptions(
+        name=name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        predivide=gradient_predivide_factor,
+        op=op,
+        passes=backward_passes_per_step,
+        averages_passes=average_aggregated_gradients,
+        groups=checked_groups(groups, num_groups),
+        process_set=process_set,
+        scales_local=scale_local_gradients,
     )
     return _distribute(optimizer, _checked(options))
 
@@ -226,7 +226,7 @@ def own_class(derived: Any) -> Any:
 # -- steps of distributing -----------------------------------------------------------------------------
 
 
-def _distribute(optimizer: Any, options: GradientOptions) -> Any:
+def _distribute(optimizer: Any, options: OptimizerOptions) -> Any:
     if legacy.is_optimizer(optimizer):
         legacy.check(optimizer, options)
         _mark(optimizer, _DistributedLegacy, options)
@@ -256,7 +256,7 @@ def _distribute(optimizer: Any, options: GradientOptions) -> Any:
     return optimizer
 
 
-def _distribute_inner(optimizer: Any, options: GradientOptions) -> None:
+def _distribute_inner(optimizer: Any, options: OptimizerOptions) -> None:
     for number, inner in enumerate(optimizer.optimizers):
         if inner.__dict__.get("_reduction") is None:
             name = None if options.name is None else f"{options.name}.{number}"
@@ -264,7 +264,7 @@ def _distribute_inner(optimizer: Any, options: GradientOptions) -> None:
             inner._reduction.local = optimizer._reduction.local
 
 
-def _mark(optimizer: Any, methods: type, options: GradientOptions) -> None:
+def _mark(optimizer: Any, methods: type, options: OptimizerOptions) -> None:
     kind: Any = type(optimizer)
     optimizer.__class__ = _derive(kind, methods)
     # Not by setattr: Keras and TensorFlow would look for variables in it.
@@ -323,7 +323,7 @@ def _add_accumulators(optimizer: Any) -> None:
         held.insert(place + offset, variable)
 
 
-def _checked(options: GradientOptions) -> GradientOptions:
+def _checked(options: OptimizerOptions) -> OptimizerOptions:
     """Return the options.
 
     Raises
@@ -331,10 +331,7 @@ def _checked(options: GradientOptions) -> GradientOptions:
     ValueError
         One is not supported, or Keras or TensorFlow distributes the model itself.
     """
-    if options.op not in (Average, Sum):
-        raise ValueError(f"op={options.op!r}: DistributedOptimizer takes Average or Sum")
-    if options.predivide != 1.0 and options.op is not Average:
-        raise ValueError(f"gradient_predivide_factor={options.predivide}: it needs op=Average")
+    options.check("DistributedOptimizer", (Average, Sum))
     if options.passes < 1:
         raise ValueError(f"backward_passes_per_step={options.passes}: expected 1 or more")
     if active := door().strategy():

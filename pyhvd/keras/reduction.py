@@ -15,43 +15,29 @@ from typing import Any
 import keras
 
 from pyhvd.api.collectives import Max, Min
-from pyhvd.api.compression import Compressor, compress_all, decompress_all
-from pyhvd.api.process_sets import ProcessSet
-from pyhvd.dtypes import ReduceOp
+from pyhvd.api.compression import compress_all, decompress_all
 from pyhvd.engine import context
 from pyhvd.frameworks.agreement import agree
+from pyhvd.frameworks.gradients import GradientOptions
 from pyhvd.frameworks.grouping import divide
 from pyhvd.keras.backend import ReductionTerms, door
 
 _AUTO_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
-@dataclass(frozen=True)
-class GradientOptions:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(GradientOptions):
     """What the user has asked of :func:`DistributedOptimizer`."""
 
     name: str | None
-    compression: type[Compressor]
-    sparse_as_dense: bool
-    predivide: float
-    op: ReduceOp
     passes: int
     averages_passes: bool
-    groups: int | list[list[Any]] | None
-    process_set: ProcessSet
-    scales_local: bool
 
     def described(self) -> dict[str, str]:
         """Return the options that ranks must share, as texts."""
-        groups = self.groups if isinstance(self.groups, int | None) else [len(each) for each in self.groups]
-        return {
-            "compression": self.compression.__name__,
-            "sparse_as_dense": str(self.sparse_as_dense),
-            "gradient_predivide_factor": str(self.predivide),
-            "op": self.op.name,
+        return super().described() | {
             "backward_passes_per_step": str(self.passes),
             "average_aggregated_gradients": str(self.averages_passes),
-            "groups": str(groups),
         }
 
 
@@ -60,11 +46,11 @@ class GradientReduction:
 
     Parameters
     ----------
-    options : GradientOptions
+    options : OptimizerOptions
         What the user has asked for.
     """
 
-    def __init__(self, options: GradientOptions) -> None:
+    def __init__(self, options: OptimizerOptions) -> None:
         self.options = options
         self.local: set[Any] = set()  # keys of local variables, see key_of()
         self._variables: list[Any] | None = None  # of the gradients that the hook gets
@@ -85,12 +71,6 @@ class GradientReduction:
             self._context, self._is_compared = weakref.ref(active), False
         return self._prefix
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether this rank reduces with others."""
-        process_set = self.options.process_set
-        return process_set.included() and (process_set.size() or 1) > 1
-
     # -- one step --------------------------------------------------------------------------------------
 
     def begin(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -100,12 +80,12 @@ class GradientReduction:
         reduced here, by Max.
         """
         grads, places = list(grads), range(len(grads))
-        if self.is_needed:
+        if self.options.is_needed:
             door().check_step()
             self._compare(optimizer, grads, variables)
         present = [place for place in places if grads[place] is not None]
         overwriting = [p for p in present if optimizer._overwrite_variable_with_gradient(variables[p])]
-        if overwriting and self.is_needed:
+        if overwriting and self.options.is_needed:
             terms = ReductionTerms(f"{self.prefix}: overwriting", Max, process_set=self.options.process_set)
             given = [keras.ops.convert_to_tensor(grads[place]) for place in overwriting]
             for place, new in zip(overwriting, door().reduce(given, terms), strict=True):
@@ -117,7 +97,7 @@ class GradientReduction:
         """Check that the optimizer has called the hook, unless the step may only accumulate."""
         is_missed = self._variables and not optimizer.gradient_accumulation_steps
         self._variables = None
-        if is_missed and self.is_needed:
+        if is_missed and self.options.is_needed:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.apply() has not called _clip_gradients(), the method in which"
                 " pyhvd reduces gradients: this optimizer cannot be distributed"
@@ -140,7 +120,7 @@ class GradientReduction:
 
     def reduce_given(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients of a step whose optimizer hands over its variables with them."""
-        if self.is_needed:
+        if self.options.is_needed:
             door().check_step()
             self._compare(optimizer, grads, variables)
         results = list(grads)
@@ -153,7 +133,7 @@ class GradientReduction:
 
     def agree_on(self, finite: Any) -> Any:
         """Return whether the gradients of all ranks are finite, from whether this rank's are."""
-        if not self.is_needed:
+        if not self.options.is_needed:
             return finite
         door().check_step()
         terms = ReductionTerms(f"{self.prefix}: finite", Min, process_set=self.options.process_set)
@@ -167,7 +147,7 @@ class GradientReduction:
         options = self.options
         is_local = [key_of(optimizer, each) in self.local for each in variables]
         factor = 1.0 if options.averages_passes else float(options.passes)
-        if self.is_needed:
+        if self.options.is_needed:
             shared = [place for place, local in enumerate(is_local) if not local]
             for number, group in enumerate(self._groups(optimizer, shared, variables)):
                 name = f"{self.prefix}: {number}" if number else self.prefix

@@ -7,17 +7,17 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from pyhvd.api.collectives import Average, Sum
+from pyhvd.api.collectives import Adasum, Average, Sum
 from pyhvd.api.compression import Compressor
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
 from pyhvd.frameworks.agreement import agree
+from pyhvd.frameworks.gradients import GradientOptions
 from pyhvd.frameworks.grouping import checked_groups, divide
 from pyhvd.tensorflow.compression import Compression
 from pyhvd.tensorflow.mpi_ops import grouped_allreduce
@@ -27,35 +27,6 @@ _NAME = "DistributedGradientTape"
 _NUMBER = re.compile(r"_\d+(?=/|$)")  # a rank that has made other layers before has other numbers
 # What the ranks have compared, since init().
 _compared: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class _TapeOptions:
-    """What the user has asked for, already checked."""
-
-    compression: type[Compressor]
-    sparse_as_dense: bool
-    op: ReduceOp
-    predivide: float
-    groups: Any
-    process_set: ProcessSet
-    scales_local: bool
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether this rank reduces with others."""
-        return self.process_set.included() and (self.process_set.size() or 1) > 1
-
-    def described(self) -> dict[str, str]:
-        """Return the options that ranks must share, as texts."""
-        groups = [len(each) for each in self.groups] if isinstance(self.groups, list) else self.groups
-        return {
-            "compression": self.compression.__name__,
-            "sparse_as_dense": str(self.sparse_as_dense),
-            "op": self.op.name,
-            "gradient_predivide_factor": str(self.predivide),
-            "groups": str(groups),
-        }
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
@@ -107,28 +78,23 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     """
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
-    options = _TapeOptions(
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        checked_groups(groups, num_groups),
-        process_set,
-        scale_local_gradients,
+    options = GradientOptions(
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        predivide=gradient_predivide_factor,
+        groups=checked_groups(groups, num_groups),
+        process_set=process_set,
+        scales_local=scale_local_gradients,
     )
     return _distribute(gradtape, options)
 
 
-def _distribute(gradtape: Any, options: _TapeOptions) -> Any:
+def _distribute(gradtape: Any, options: GradientOptions) -> Any:
     """Give a tape the class that derives from its own."""
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"DistributedGradientTape takes a tf.GradientTape, not {type(gradtape).__name__}")
-    if options.op not in (Average, Sum, ReduceOp.ADASUM):
-        raise ValueError(f"op={options.op!r}: gradients are reduced with Average, Sum or Adasum")
-    if options.predivide != 1.0 and options.op is not Average:
-        raise ValueError(
-            f"gradient_predivide_factor={options.predivide} needs op=Average, not {options.op!r}"
-        )
+    options.check(_NAME, (Average, Sum, Adasum))
     own = type(gradtape)
     gradtape.__class__ = type(own.__name__, (_DistributedTape, own), {"__module__": own.__module__})
     gradtape._pyhvd_options = options
@@ -182,7 +148,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
 class _DistributedTape:
     """The methods of every distributed tape, before those of the class that it had."""
 
-    _pyhvd_options: _TapeOptions
+    _pyhvd_options: GradientOptions
     _pyhvd_local: set[int]
     _pyhvd_is_off = False
 
@@ -242,7 +208,9 @@ def _key(source: Any) -> int:
     return id(value if isinstance(value, tf.Variable) else source)
 
 
-def _reduced(options: _TapeOptions, local: set[int], sources: list[Any], gradients: list[Any]) -> list[Any]:
+def _reduced(
+    options: GradientOptions, local: set[int], sources: list[Any], gradients: list[Any]
+) -> list[Any]:
     """Return the gradients of all ranks, and this rank's of local sources."""
     if not options.is_needed:
         return gradients
@@ -264,7 +232,7 @@ def _reduced(options: _TapeOptions, local: set[int], sources: list[Any], gradien
     return results
 
 
-def _reduce(options: _TapeOptions, gradients: list[Any]) -> list[Any]:
+def _reduce(options: GradientOptions, gradients: list[Any]) -> list[Any]:
     """Reduce gradients as one unit."""
     if options.sparse_as_dense:
         gradients = [tf.convert_to_tensor(each) for each in gradients]
@@ -286,7 +254,7 @@ def _divided(gradient: Any, size: int | None) -> Any:
     return gradient / tf.cast(size, gradient.dtype)
 
 
-def _compare(options: _TapeOptions, local: list[bool], sources: list[Any], gradients: list[Any]) -> None:
+def _compare(options: GradientOptions, local: list[bool], sources: list[Any], gradients: list[Any]) -> None:
     """Compare what the ranks would reduce, once for each set of sources since ``init()``."""
     described = options.described()
     for place, (source, gradient) in enumerate(zip(sources, gradients, strict=True)):
