@@ -124,6 +124,7 @@ def _one_of(text: str, words: Sequence[str]) -> str:
 _log_level = functools.partial(_one_of, words=LOG_LEVELS)
 _carrier = functools.partial(_one_of, words=("auto", "tcp", "mpi"))
 _fused_by = functools.partial(_one_of, words=("time", "call"))
+_waits_by = functools.partial(_one_of, words=("stream", "host"))
 
 
 _CHECKS = ("results", "finite")
@@ -247,6 +248,11 @@ class Config:
         "time",
         "on GPUs, time: single tensors that are ready together are fused; call: only one call's tensors",
         parse=_fused_by,
+    )
+    device_wait: str = _shared(
+        "stream",
+        "stream: the stream that is current in `result()` waits for a device's work; host: the thread, too",
+        parse=_waits_by,
     )
     dynamic_process_sets: bool = _shared(False, "add_process_set and remove_process_set are allowed")
     stall_check_disable: bool = _shared(

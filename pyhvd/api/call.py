@@ -27,7 +27,7 @@ from pyhvd.common.text import describe_exception, describe_ranks, describe_trace
 from pyhvd.devices import array_libraries
 from pyhvd.devices.array_libraries import View
 from pyhvd.devices.base import DeviceView
-from pyhvd.devices.pending import PendingArray, taken
+from pyhvd.devices.pending import pending_in, taken
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import BITWISE_OPS, DtypeInfo, ReduceOp
 from pyhvd.engine import context
@@ -45,6 +45,7 @@ from pyhvd.queue import TensorEntry
 
 if TYPE_CHECKING:
     from pyhvd.api.process_sets import ProcessSet
+    from pyhvd.engine.runtime import Runtime
 
 Completion = Callable[[Any, BaseException | None], None]
 
@@ -169,9 +170,13 @@ class Call:
         on_device = [view for view in views if isinstance(view, DeviceView)]
         if on_device:
             mark_ready(on_device)
-        pick = _result_on_device if on_device else _result_on_host
+        pick = _result_on_host
+        if on_device:
+            pick = partial(_result_on_device, runtime=runtime if runtime.waits_for_device else None)
         result = partial(pick, inplace=inplace, grouped=bool(self._group), alone=alone)
-        handle = QueuedHandle(self.name, len(entries), runtime.flush, result, runtime.meter)
+        handle = QueuedHandle(
+            self.name, len(entries), runtime.flush, result, runtime.check_device, runtime.meter
+        )
         if not entries:
             runtime.queue.check_joined(self._request(self.name))
             # This rank waits for no other. A rank whose list is not empty would wait for this one, so it gets
@@ -268,15 +273,17 @@ def _result_on_host(outputs: list[Any], inplace: Sequence[Any] | None, *, groupe
 
 
 def _result_on_device(
-    outputs: list[Any], inplace: Sequence[Any] | None, *, grouped: bool, alone: bool
+    outputs: list[Any], inplace: Sequence[Any] | None, *, grouped: bool, alone: bool, runtime: Runtime | None
 ) -> Any:
-    """Return a call's result; the caller's stream waits for tensors whose work has not ended."""
+    """Return a call's result; the caller's stream, and with a runtime the thread, waits for its work."""
+    pending = pending_in(outputs)
     if inplace is None:
         outputs = [taken(output) for output in outputs]
     else:
-        for output in outputs:
-            if isinstance(output, PendingArray):
-                output.follow()
+        for each in pending:
+            each.follow()
+    if runtime is not None:
+        runtime.await_device(pending)
     return _result_on_host(outputs, inplace, grouped=grouped, alone=alone)
 
 

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from pyhvd.devices.pending import pending_in
 from pyhvd.errors import copy_error
 from pyhvd.native.shared_memory import Handle
 from pyhvd.observe.metrics import Meter
@@ -45,12 +46,14 @@ class QueuedHandle(Handle):
         Makes the runtime send the gathered submissions.
     result : callable
         Builds the call's result from the tensors' results.
+    check_device : callable
+        Raises an error if work on this rank's device was aborted.
     meter : Meter
         Counts waits and errors.
     """
 
     __slots__ = (
-        *("_callbacks", "_done", "_error", "_flush", "_latch", "_left", "_lock", "_meter"),
+        *("_callbacks", "_check_device", "_done", "_error", "_flush", "_latch", "_left", "_lock", "_meter"),
         *("_result", "_results", "_seen", "name"),
     )
     name: str
@@ -61,6 +64,7 @@ class QueuedHandle(Handle):
         parts: int,
         flush: Callable[[], None],
         result: Callable[[list[Any]], Any],
+        check_device: Callable[[], None],
         meter: Meter,
     ) -> None:
         self.name = name
@@ -68,6 +72,7 @@ class QueuedHandle(Handle):
         self._left = parts
         self._flush = flush
         self._result = result
+        self._check_device = check_device
         self._results: list[Any] = [_OPEN] * parts
         self._error: BaseException | None = None
         self._done = False
@@ -83,6 +88,19 @@ class QueuedHandle(Handle):
 
     def done(self) -> bool:
         return self._done
+
+    def finished(self) -> bool:
+        if not self._done:
+            return False
+        error = self.exception(0)
+        if error is not None:
+            raise error
+        pending = pending_in(self._results)
+        if not all(each.has_ended for each in pending):
+            return False
+        if pending:
+            self._check_device()  # aborted work ends, too
+        return True
 
     def wait(self, timeout: float | None = None) -> bool:
         if self._done:

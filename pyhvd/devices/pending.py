@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,11 @@ class PendingArray:
 
     view: DeviceView
     event: Event
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the device has made the result."""
+        return self.view.on.has_passed(self.event)
 
     def follow(self) -> None:
         """Make the calling thread's current stream, not the thread, wait for the result."""
@@ -35,8 +40,16 @@ def taken(result: Any) -> Any:
     return result
 
 
+def pending_in(results: Iterable[Any]) -> list[PendingArray]:
+    """Return the results, or first items of pairs, that are pending."""
+    firsts = (each[0] if isinstance(each, tuple) else each for each in results)
+    return [each for each in firsts if isinstance(each, PendingArray)]
+
+
 POLL_SECONDS = 1e-3
-"""Seconds between two questions of a thread that waits for a device."""
+"""Seconds between two questions of a thread that waits for a device, at most ..."""
+LEAST_POLL_SECONDS = 2e-5
+"""... and at first."""
 
 
 class Queued(NamedTuple):

@@ -29,7 +29,7 @@ from pyhvd.common.text import list_some
 from pyhvd.devices.base import Device, DeviceBackend, DeviceContext, DeviceView, Memory, Span, Stream
 from pyhvd.devices.fusion_buffer import KEPT
 from pyhvd.devices.host_device import HostDevice
-from pyhvd.devices.pending import POLL_SECONDS, DeviceWork, PendingArray, Queued
+from pyhvd.devices.pending import LEAST_POLL_SECONDS, POLL_SECONDS, DeviceWork, PendingArray, Queued
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.engine.plans import Entries, Shape, allocate, as_splits, gathered, have_memory
@@ -133,12 +133,20 @@ class DeviceExecutor:
         TimeoutError
             It has not ended within ``timeout`` seconds.
         """
-        until = time.monotonic() + timeout
-        newest = self.work.left()[-1:]
-        while not self._failure() and not all(work.has_ended for work in newest):
-            if time.monotonic() > until:
+        self.await_all(self.work.left()[-1:], timeout)
+
+    def await_all(self, work: Sequence[Queued | PendingArray], timeout: float = math.inf) -> None:
+        """Wait until the device has ended this work; see :meth:`synchronize`. Any thread may call it."""
+        began, delay = time.monotonic(), LEAST_POLL_SECONDS
+        while not self._failure() and not all(each.has_ended for each in work):
+            if time.monotonic() - began > timeout:
                 raise TimeoutError(f"{self._unended()} within {timeout:g} s")
-            time.sleep(POLL_SECONDS)
+            time.sleep(delay)
+            delay = min(2 * delay, POLL_SECONDS)
+        self.check_aborted()
+
+    def check_aborted(self) -> None:
+        """Raise HorovodInternalError if queued work was aborted."""
         if why := self._failure():
             raise HorovodInternalError(f"work on a device was aborted, so results may be wrong: {why}")
 

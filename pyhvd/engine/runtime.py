@@ -32,6 +32,7 @@ from pyhvd import arrays
 from pyhvd.backends.base import Pieces
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Node, Worker
+from pyhvd.devices.pending import PendingArray
 from pyhvd.engine.autotuner import Tuner, tuning_of
 from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
@@ -238,6 +239,19 @@ class Runtime:
         """Wait for this rank's device; see :meth:`DeviceExecutor.synchronize`."""
         self.check_may_wait()
         self._executor.devices.synchronize(timeout)
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether threads that take results wait for the device."""
+        return self._config.device_wait == "host"
+
+    def await_device(self, results: Sequence[PendingArray]) -> None:
+        """Wait until this rank's device has made results; see :meth:`DeviceExecutor.await_all`."""
+        self._executor.devices.await_all(results)
+
+    def check_device(self) -> None:
+        """Raise HorovodInternalError if work on this rank's device was aborted."""
+        self._executor.devices.check_aborted()
 
     def tell_round(self, process_set: int, prefix: str) -> None:
         """Tell rank 0 that a thread has long waited in the round of a backward pass."""

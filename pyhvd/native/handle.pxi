@@ -39,6 +39,21 @@ cdef class Handle:
             pyhvd_fast_path_offer_core(&self.call.path.c)
         return self._look()
 
+    def finished(self):
+        """Return whether the collective has ended, and its work on a device too. Never blocks.
+
+        After True the contents of the result are final. For arrays in host memory it is :meth:`done`.
+
+        Raises
+        ------
+        HorovodInternalError
+            The collective failed, or its work on the device was aborted.
+        """
+        if not self.done():
+            return False
+        self.result(0)
+        return True
+
     def wait(self, timeout=None):
         """Wait until the collective has ended.
 

@@ -112,6 +112,63 @@ def test_no_state_keeps_results_of_aborted_work(nccl: FakeNccl) -> None:
     on_devices(2, body)
 
 
+def test_a_handle_tells_when_the_device_has_ended(nccl: FakeNccl) -> None:
+    def body(device: PeerDevice) -> None:
+        warm_up(device)
+        release = device.hold_up(device.current_stream()) if hvd.rank() == 1 else None
+        handle = hvd.grouped_allgather_async([fake_array(device, ONES)], name="x")
+        assert not handle.finished() or hvd.size() == 1
+        first = handle.result()[0]
+        assert handle.done()
+        assert not handle.finished()
+        hvd.barrier()  # both ranks have looked
+        if release is not None:
+            release()
+        hvd.device_synchronize()
+        assert handle.finished()
+        assert first.get().tolist() == [1.0] * 8
+        assert hvd.allreduce_async(ONES, name="on the host").wait()
+
+    on_devices(2, body)
+
+
+def test_a_handle_of_aborted_work_has_an_error(nccl: FakeNccl) -> None:
+    def body(device: PeerDevice) -> None:
+        warm_up(device)
+        handle = hvd.allreduce_async(fake_array(device, ONES), name="x")
+        handle.result()
+        hvd.device_synchronize()
+        assert handle.finished()
+        nccl.fails_at = {1: "broadcast from 0"}
+        with contextlib.suppress(hvd.HorovodInternalError):  # rank 0 may get no error yet
+            hvd.broadcast(fake_array(device, ONES), 0, name="y")
+        if hvd.rank() == 1:
+            with pytest.raises(hvd.HorovodInternalError, match="results may be wrong"):
+                handle.finished()
+
+    on_devices(2, body)
+
+
+def test_threads_can_wait_for_the_device(nccl: FakeNccl) -> None:
+    def body(device: PeerDevice) -> None:
+        warm_up(device)
+        release = device.hold_up(device.current_stream())
+        array = fake_array(device, ONES)
+        handle = hvd.allreduce_async_(array, op=hvd.Sum, name="x")
+        assert handle.wait()
+        assert not handle.finished()
+        later = threading.Timer(0.1, release)
+        later.start()
+        assert handle.result() is array
+        assert handle.finished()
+        later.join()
+        nccl.fails_at = {0: "allReduce"}
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.allreduce(array, name="y")
+
+    on_devices(2, body, device_wait="host")
+
+
 def test_the_communicators_of_all_sets_are_aborted_at_the_same_time(
     nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

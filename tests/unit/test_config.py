@@ -23,6 +23,7 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "pool_size": ("POOL_SIZE", "0", 0),
     "disable_group_fusion": ("DISABLE_GROUP_FUSION", "1", True),
     "device_fusion": ("DEVICE_FUSION", "Call", "call"),
+    "device_wait": ("DEVICE_WAIT", "HOST", "host"),
     "dynamic_process_sets": ("DYNAMIC_PROCESS_SETS", "true", True),
     "stall_check_disable": ("STALL_CHECK_DISABLE", "yes", True),
     "stall_check_time_seconds": ("STALL_CHECK_TIME_SECONDS", "1e1", 10.0),

@@ -85,7 +85,7 @@ def test_timeouts(timeout: float) -> None:
 def test_many_threads_wait_for_one_handle(timeout: float | None) -> None:
     about_to_sleep = threading.Semaphore(0)
     meter = Meter(0, 1, timed=False)
-    handle = QueuedHandle("x", 1, about_to_sleep.release, lambda outputs: outputs[0], meter)
+    handle = QueuedHandle("x", 1, about_to_sleep.release, lambda outputs: outputs[0], lambda: None, meter)
     results: list[Any] = []
     threads = [
         threading.Thread(target=lambda: results.append(handle.result(timeout)), daemon=True) for _ in range(8)
