@@ -11,8 +11,6 @@ _ARRAYS = "reduce its arrays with pyhvd.grouped_allreduce() (docs/frameworks.md)
 _ESTIMATOR = "for models of torch, Keras 3 and numpy use pyhvd.spark.Estimator, see docs/spark_estimator.md"
 _REMEDIES = {
     "horovod.mxnet": _ARRAYS,
-    "horovod.data": "torch.utils.data.DataLoader(num_workers=1) loads batches beside the training, and"
-    " pyhvd.torch.elastic.ElasticSampler divides them (docs/elastic.md)",
     "horovod.ray": "start the ranks with pyhvd.launch(fn, np=4), or with pyhvdrun -H on Ray's hosts"
     " (docs/many_hosts.md), or install Horovod itself",
     "horovod.spark.common.backend": "give the number of ranks to pyhvd.spark.Estimator(num_proc=) or"

@@ -133,6 +133,8 @@ IMPORTS = {
     "common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
     "common.util": "_cache extension_available gloo_built mpi_built env nccl_built ddl_built ccl_built"
     " gpu_available check_extension get_ext_suffix split_list is_iterable num_rank_is_power_2",
+    "data": "BaseDataLoader AsyncDataLoaderMixin",
+    "data.data_loader_base": "BaseDataLoader AsyncDataLoaderMixin",
     "runner": "run",
     "runner.elastic.discovery": "HostDiscovery HostDiscoveryScript FixedHosts",
     "runner.launch": "run_commandline gloo_built mpi_built",
@@ -287,6 +289,10 @@ DOCUMENTED: dict[str, dict[str, str | None]] = {
         **dict.fromkeys(("extension_available", "gpu_available"), "ext_base_name verbose"),
         "check_extension": "ext_name ext_env_var pkg_path",
         "num_rank_is_power_2": "num_rank",
+    },
+    "data": {
+        "AsyncDataLoaderMixin": "async_loader_queue_size args kwargs",
+        "AsyncDataLoaderMixin.close_async_loader": "",
     },
     "runner.elastic.discovery": {
         "HostDiscovery.find_available_hosts_and_slots": "",
