@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from pyhvd.api import compression
 
 
-class _Cast(compression.CastingCompressor):
+class _JaxCast(compression.CastingCompressor):
     @staticmethod
     def cast(tensor: Any, dtype: Any) -> Any:
         """Return the tensor in another dtype."""
         return tensor.astype(dtype)
 
 
-class FP16Compressor(_Cast):
+class JaxFP16Compressor(_JaxCast):
     """Sends floats as float16. Values beyond 65,504 become infinite."""
 
     dtype = jnp.float16
 
 
-class BF16Compressor(_Cast):
+class JaxBF16Compressor(_JaxCast):
     """Sends floats as bfloat16, which has float32's range and 8 bits of precision."""
 
     dtype = jnp.bfloat16
@@ -31,5 +31,5 @@ class BF16Compressor(_Cast):
 class Compression(compression.Compression):
     """The built-in compressions: ``none``, the default, ``fp16`` and ``bf16``."""
 
-    fp16: Any = FP16Compressor
-    bf16 = BF16Compressor
+    fp16: Any = JaxFP16Compressor
+    bf16 = JaxBF16Compressor

@@ -9,20 +9,20 @@ import tensorflow as tf
 from pyhvd.api import compression
 
 
-class _Cast(compression.CastingCompressor):
+class _TensorFlowCast(compression.CastingCompressor):
     @staticmethod
     def cast(tensor: Any, dtype: Any) -> Any:
         """Return the tensor in another dtype."""
         return tf.cast(tensor, dtype)
 
 
-class FP16Compressor(_Cast):
+class TensorFlowFP16Compressor(_TensorFlowCast):
     """Sends floats as float16. Values beyond 65,504 become infinite."""
 
     dtype = tf.float16
 
 
-class BF16Compressor(_Cast):
+class TensorFlowBF16Compressor(_TensorFlowCast):
     """Sends floats as bfloat16, which has float32's range and 8 bits of precision."""
 
     dtype = tf.bfloat16
@@ -31,5 +31,5 @@ class BF16Compressor(_Cast):
 class Compression(compression.Compression):
     """The built-in compressions: ``none``, the default, ``fp16`` and ``bf16``."""
 
-    fp16: Any = FP16Compressor
-    bf16 = BF16Compressor
+    fp16: Any = TensorFlowFP16Compressor
+    bf16 = TensorFlowBF16Compressor

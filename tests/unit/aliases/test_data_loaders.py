@@ -98,5 +98,5 @@ def test_what_a_loader_lacks_is_named() -> None:
 
     with pytest.raises(NotImplementedError, match=r"Empty has no _iterate\(\)"):
         list(Empty())
-    with pytest.raises(NotImplementedError, match=r"Empty has no __len__\(\)"):
+    with pytest.raises(TypeError, match=r"Empty has no __len__\(\)"):
         len(Empty())

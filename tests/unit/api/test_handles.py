@@ -24,9 +24,11 @@ class Made(QueuedHandle):
     def __init__(self, parts: int = 1, name: str = "x") -> None:
         self.flushes = 0
         meter = Meter(0, 1, timed=False)
-        super().__init__(
-            name, parts, self._count, lambda outputs: outputs[0] if parts == 1 else list(outputs), meter
-        )
+
+        def result(outputs: list[Any]) -> Any:
+            return outputs[0] if parts == 1 else list(outputs)
+
+        super().__init__(name, parts, self._count, result, lambda: None, meter)
 
     def _count(self) -> None:
         self.flushes += 1

@@ -21,7 +21,7 @@ class BaseDataLoader:
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        raise NotImplementedError(f"{type(self).__name__} has no __len__()")
+        raise TypeError(f"{type(self).__name__} has no __len__()")  # list() then does without
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches."""
@@ -50,7 +50,7 @@ class AsyncDataLoaderMixin:
 
     def __init__(self, async_loader_queue_size: int = 5, *args: Any, **kwargs: Any) -> None:
         self.async_loader_queue_size = async_loader_queue_size
-        self._readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
+        self._readers: weakref.WeakSet[_ReaderAhead] = weakref.WeakSet()
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,7 +58,7 @@ class AsyncDataLoaderMixin:
         if self.async_loader_queue_size <= 0:
             yield from super().__iter__()  # type: ignore[misc]
             return
-        reader = _Reader(self._iterate(), self.async_loader_queue_size)  # type: ignore[attr-defined]
+        reader = _ReaderAhead(self._iterate(), self.async_loader_queue_size)  # type: ignore[attr-defined]
         self._readers.add(reader)
         with contextlib.closing(reader):
             for batch in reader:
@@ -70,7 +70,7 @@ class AsyncDataLoaderMixin:
             reader.close()
 
 
-class _Reader:
+class _ReaderAhead:
     """A thread that reads batches until one too many waits for the program.
 
     Every batch in the queue has taken one of ``_room``; ``close()`` gives one more, after it has set
