@@ -70,17 +70,19 @@ class Gathering:
         self.size = size
         self.lock = threading.Lock()
         self.laid: dict[Any, dict[int, Any]] = {}
-        self.complete: dict[Any, FakeEvent] = {}
+        self.complete: set[Any] = set()
+        self.waits: dict[int, dict[Any, FakeEvent]] = {rank: {} for rank in range(size)}
+        self.ended: set[int] = set()
         self.error = ""
         self.joined: list[FakeDevice] = []
         self.all_there = threading.Barrier(size)
 
-    def event(self, key: Any) -> FakeEvent:
-        """Return an event that passes when all ranks have published."""
+    def event(self, key: Any, rank: int) -> FakeEvent:
+        """Return a rank's event, which passes when all ranks have published, or the rank has aborted."""
         with self.lock:
-            found = self.complete.setdefault(key, FakeEvent())
+            found = self.waits[rank].setdefault(key, FakeEvent())
             found.recorded = 1
-            found.passed = max(found.passed, int(bool(self.error)))  # an abort ends every wait
+            found.passed = int(key in self.complete or rank in self.ended)
             return found
 
     def lay(self, key: Any, rank: int, what: Any, expected: int) -> None:
@@ -90,12 +92,16 @@ class Gathering:
             assert rank not in parts
             parts[rank] = what
             if len(parts) == expected:
-                self.complete[key].passed = 1
+                self.complete.add(key)
+                for waits in self.waits.values():
+                    if key in waits:
+                        waits[key].passed = 1
 
-    def abort(self) -> None:
-        """Make all waits end."""
+    def abort(self, rank: int) -> None:
+        """Make a rank's waits end, not those of its peers: they must abort, too."""
         with self.lock:
-            for event in self.complete.values():
+            self.ended.add(rank)
+            for event in self.waits[rank].values():
                 event.passed = 1
 
 
@@ -239,7 +245,6 @@ class FakeCommunicator:
 
         def start() -> list[Any]:
             self._unended += 1
-            self._gathering.event(key)
             self._device.call(lay, stream)
             return []
 
@@ -251,7 +256,7 @@ class FakeCommunicator:
 
         def take() -> None:
             self._unended -= 1
-            if self._gathering.error:
+            if self._rank in self._gathering.ended:
                 return
             what = self._gathering.laid[key][0]
             assert len(what) == count, "sender and receiver pass different lengths"
@@ -259,7 +264,7 @@ class FakeCommunicator:
 
         def start() -> list[Any]:
             self._unended += 1
-            event = self._gathering.event(key)
+            event = self._gathering.event(key, self._rank)
             return [
                 lambda: self._device._queue(stream, Wait(event, 1)),
                 lambda: self._device.call(take, stream),
@@ -276,7 +281,7 @@ class FakeCommunicator:
     def abort(self) -> None:
         self._whole.aborted.append(self._rank)
         self._gathering.error = self._gathering.error or "NCCL_ERROR_REMOTE_ERROR: a peer has aborted"
-        self._gathering.abort()
+        self._gathering.abort(self._rank)
 
     def destroy(self) -> None:
         assert not self._unended, "a communicator is freed while the device works for it"
@@ -298,7 +303,7 @@ class FakeCommunicator:
 
         def finish() -> None:
             self._unended -= 1
-            if gathering.error:
+            if rank in gathering.ended:
                 return
             parts = gathering.laid[key]
             names = {given[0] for given in parts.values()}
@@ -307,7 +312,7 @@ class FakeCommunicator:
 
         def start() -> list[Any]:
             self._unended += 1
-            event = gathering.event(key)
+            event = gathering.event(key, rank)
             self._device.call(
                 lambda: gathering.lay(
                     key, rank, ((name, count, kind), _get(send, count, kind)), gathering.size
