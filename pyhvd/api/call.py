@@ -45,7 +45,6 @@ from pyhvd.queue import TensorEntry
 
 if TYPE_CHECKING:
     from pyhvd.api.process_sets import ProcessSet
-    from pyhvd.engine.runtime import Runtime
 
 Completion = Callable[[Any, BaseException | None], None]
 
@@ -170,12 +169,10 @@ class Call:
         on_device = [view for view in views if isinstance(view, DeviceView)]
         if on_device:
             mark_ready(on_device)
-        pick = _result_on_host
-        if on_device:
-            pick = partial(_result_on_device, runtime=runtime if runtime.waits_for_device else None)
+        pick = _result_on_device if on_device else _result_on_host
         result = partial(pick, inplace=inplace, grouped=bool(self._group), alone=alone)
         handle = QueuedHandle(
-            self.name, len(entries), runtime.flush, result, runtime.check_device, runtime.meter
+            self.name, len(entries), runtime.flush, result, runtime.device_waits, runtime.meter
         )
         if not entries:
             runtime.queue.check_joined(self._request(self.name))
@@ -273,17 +270,14 @@ def _result_on_host(outputs: list[Any], inplace: Sequence[Any] | None, *, groupe
 
 
 def _result_on_device(
-    outputs: list[Any], inplace: Sequence[Any] | None, *, grouped: bool, alone: bool, runtime: Runtime | None
+    outputs: list[Any], inplace: Sequence[Any] | None, *, grouped: bool, alone: bool
 ) -> Any:
-    """Return a call's result; the caller's stream, and with a runtime the thread, waits for its work."""
-    pending = pending_in(outputs)
+    """Return a call's result; the caller's stream waits for tensors whose work has not ended."""
     if inplace is None:
         outputs = [taken(output) for output in outputs]
     else:
-        for each in pending:
+        for each in pending_in(outputs):
             each.follow()
-    if runtime is not None:
-        runtime.await_device(pending)
     return _result_on_host(outputs, inplace, grouped=grouped, alone=alone)
 
 

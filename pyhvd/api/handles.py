@@ -15,11 +15,13 @@ Memory ordering:
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from pyhvd.devices.pending import pending_in
+from pyhvd.devices.pending import DeviceWaits, pending_in
 from pyhvd.errors import copy_error
 from pyhvd.native.shared_memory import Handle
 from pyhvd.observe.metrics import Meter
@@ -46,14 +48,14 @@ class QueuedHandle(Handle):
         Makes the runtime send the gathered submissions.
     result : callable
         Builds the call's result from the tensors' results.
-    check_device : callable
-        Raises an error if work on this rank's device was aborted.
+    device : DeviceWaits
+        What to ask of this rank's device.
     meter : Meter
         Counts waits and errors.
     """
 
     __slots__ = (
-        *("_callbacks", "_check_device", "_done", "_error", "_flush", "_latch", "_left", "_lock", "_meter"),
+        *("_callbacks", "_device", "_done", "_error", "_flush", "_latch", "_left", "_lock", "_meter"),
         *("_result", "_results", "_seen", "name"),
     )
     name: str
@@ -64,7 +66,7 @@ class QueuedHandle(Handle):
         parts: int,
         flush: Callable[[], None],
         result: Callable[[list[Any]], Any],
-        check_device: Callable[[], None],
+        device: DeviceWaits,
         meter: Meter,
     ) -> None:
         self.name = name
@@ -72,7 +74,7 @@ class QueuedHandle(Handle):
         self._left = parts
         self._flush = flush
         self._result = result
-        self._check_device = check_device
+        self._device = device
         self._results: list[Any] = [_OPEN] * parts
         self._error: BaseException | None = None
         self._done = False
@@ -99,7 +101,7 @@ class QueuedHandle(Handle):
         if not all(each.has_ended for each in pending):
             return False
         if pending:
-            self._check_device()  # aborted work ends, too
+            self._device.check()  # aborted work ends, too
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -117,10 +119,14 @@ class QueuedHandle(Handle):
             self._meter.waited(began)
 
     def result(self, timeout: float | None = None) -> Any:
+        until = math.inf if timeout is None else time.monotonic() + timeout
         error = self.exception(timeout)
         if error is not None:
             raise error
-        return self._result(self._results)
+        result = self._result(self._results)
+        if self._device.wait is not None and (pending := pending_in(self._results)):
+            self._device.wait(pending, max(until - time.monotonic(), 0.0))
+        return result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.wait(timeout):
@@ -176,6 +182,8 @@ class QueuedHandle(Handle):
 
 def poll(handle: Handle) -> bool:
     """Return whether a handle's collective has ended; after True, :func:`synchronize` does not block.
+
+    With ``PYHVD_DEVICE_WAIT=host`` it may still wait for a device: ask :meth:`Handle.finished`.
 
     Raises
     ------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +44,15 @@ def pending_in(results: Iterable[Any]) -> list[PendingArray]:
     """Return the results, or first items of pairs, that are pending."""
     firsts = (each[0] if isinstance(each, tuple) else each for each in results)
     return [each for each in firsts if isinstance(each, PendingArray)]
+
+
+class DeviceWaits(NamedTuple):
+    """What a handle of device arrays can ask of the runtime."""
+
+    check: Callable[[], None]
+    """Raises an error if work on this rank's device was aborted."""
+    wait: Callable[[Sequence[PendingArray], float], None] | None
+    """Waits at most so many seconds until the device has made results; None: only streams wait for them."""
 
 
 POLL_SECONDS = 1e-3

@@ -32,7 +32,7 @@ from pyhvd import arrays
 from pyhvd.backends.base import Pieces
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Node, Worker
-from pyhvd.devices.pending import PendingArray
+from pyhvd.devices.pending import DeviceWaits, PendingArray
 from pyhvd.engine.autotuner import Tuner, tuning_of
 from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
@@ -241,17 +241,15 @@ class Runtime:
         self._executor.devices.synchronize(timeout)
 
     @property
-    def waits_for_device(self) -> bool:
-        """Whether threads that take results wait for the device."""
-        return self._config.device_wait == "host"
+    def device_waits(self) -> DeviceWaits:
+        """What handles of device arrays can ask."""
+        by_host = self._config.device_wait == "host"
+        return DeviceWaits(self._executor.devices.check_aborted, self._await_device if by_host else None)
 
-    def await_device(self, results: Sequence[PendingArray]) -> None:
-        """Wait until this rank's device has made results; see :meth:`DeviceExecutor.await_all`."""
-        self._executor.devices.await_all(results)
-
-    def check_device(self) -> None:
-        """Raise HorovodInternalError if work on this rank's device was aborted."""
-        self._executor.devices.check_aborted()
+    def _await_device(self, results: Sequence[PendingArray], timeout: float) -> None:
+        """Wait for results; callbacks, on the runtime's own threads, do not."""
+        if not self.is_here():
+            self._executor.devices.await_all(results, timeout)
 
     def tell_round(self, process_set: int, prefix: str) -> None:
         """Tell rank 0 that a thread has long waited in the round of a backward pass."""

@@ -26,14 +26,15 @@ def library() -> Any:
     Returns
     -------
     module
-        tf_keras if ``TF_USE_LEGACY_KERAS`` asks TensorFlow for it, else Keras 3.
+        tf_keras if ``TF_USE_LEGACY_KERAS`` asks TensorFlow for it, else Keras 3; of other backends always
+        Keras 3.
 
     Raises
     ------
     ImportError
         It is asked for, and not installed.
     """
-    if os.environ.get(_SWITCH, "").lower() not in ("1", "true"):
+    if keras.backend.backend() != "tensorflow" or os.environ.get(_SWITCH, "").lower() not in ("1", "true"):
         return keras
     try:
         return importlib.import_module("tf_keras")

@@ -47,7 +47,7 @@ cdef class Handle:
         Raises
         ------
         HorovodInternalError
-            The collective failed, or its work on the device was aborted.
+            The collective failed, or work on this rank's device was aborted, perhaps of another call.
         """
         if not self.done():
             return False

@@ -157,6 +157,7 @@ cdef extern from "window/window.h" nogil:
         const int64_t* into "in"
         int single
         int relays
+        int direct
         int owned
         int64_t longest
 

@@ -290,6 +290,40 @@ cdef Py_ssize_t check_parts(const int64_t[:, ::1] parts, const int64_t[::1] lane
     return parts.shape[0]
 
 
+cdef int check_whole(const int64_t[:, ::1] parts, const int64_t[::1] lanes, uint8_t* marks, int mark) except -1:
+    """Mark the lanes of parts; raise ValueError unless each part is a whole lane."""
+    for k in range(parts.shape[0]):
+        if parts[k, 1] or parts[k, 2] != lanes[parts[k, 0]]:
+            raise ValueError(f"part {k} of a direct move is not all of lane {parts[k, 0]}")
+        marks[parts[k, 0]] |= mark
+    return 0
+
+
+cdef int check_direct(
+    const int64_t[:, ::1] sources,
+    const int64_t[:, ::1] targets,
+    const int64_t[::1] lanes,
+    const int64_t[::1] out,
+    const int64_t[::1] into,
+) except -1:
+    """Raise ValueError unless each lane that leaves or comes is one part, so that nothing lies in slots."""
+    cdef uint8_t marks[1024]  # FLAT // 16; by lane: 1: has a source, 2: has a target, 4: leaves
+    cdef Py_ssize_t k
+    memset(marks, 0, sizeof(marks))
+    check_whole(sources, lanes, marks, 1)
+    check_whole(targets, lanes, marks, 2)
+    for k in range(out.shape[0]):
+        if out[k] >= 0:
+            marks[out[k]] |= 4
+    for k in range(lanes.shape[0]):
+        if lanes[k] and marks[k] & 4 and not marks[k] & 1:
+            raise ValueError(f"lane {k} of a direct move has no source")
+    for k in range(into.shape[0]):
+        if into[k] >= 0 and lanes[into[k]] and not marks[into[k]] & 6:
+            raise ValueError(f"lane {into[k]} of a direct move has no target")
+    return 0
+
+
 cdef int describe_move(pyhvd_move* move, made, int hosts) except -1:
     """Set the fields of a move from a :class:`pyhvd.transport.moves.Move`, which must outlive it."""
     cdef const int64_t[:, ::1] sources = made.sources
@@ -298,7 +332,7 @@ cdef int describe_move(pyhvd_move* move, made, int hosts) except -1:
     cdef const int64_t[::1] out = made.out
     cdef const int64_t[::1] into = made.into
     move.lanes = <int>lanes.shape[0]
-    move.single, move.relays = made.single, made.relays
+    move.single, move.relays, move.direct = made.single, made.relays, made.direct
     move.owned, move.longest = made.owned, made.longest
     if not move.lanes or move.owned <= 0 or move.lanes * move.owned * 16 > FLAT:
         raise ValueError(f"{move.lanes} lanes do not suit a rank with {move.owned} slices")
@@ -306,6 +340,8 @@ cdef int describe_move(pyhvd_move* move, made, int hosts) except -1:
     check_lane_numbers(into, hosts, move.lanes)
     move.source_count = check_parts(sources, lanes)
     move.target_count = check_parts(targets, lanes)
+    if move.direct:
+        check_direct(sources, targets, lanes, out, into)
     move.sources = <const pyhvd_part*>&sources[0, 0]
     move.targets = <const pyhvd_part*>&targets[0, 0]
     move.lane_bytes = &lanes[0]

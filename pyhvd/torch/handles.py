@@ -37,6 +37,10 @@ class CombinedHandle(Handle):
     def done(self) -> bool:
         return all(part.done() for part in self._parts)
 
+    def finished(self) -> bool:
+        ended = [part.finished() for part in self._parts]  # of each, as one may raise
+        return all(ended)
+
     def wait(self, timeout: float | None = None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
         for part in self._parts:

@@ -52,6 +52,8 @@ class Move(NamedTuple):
         Whether each byte that comes from another host has one target among the local ranks.
     relays : bool
         Whether the sources are in the target: bytes that an earlier move has brought.
+    direct : bool
+        Whether every host has one rank. Then each part is a whole lane, and nothing lies in slots.
     owned : int
         Slices of one rank, at most, on any host.
     longest : int
@@ -65,6 +67,7 @@ class Move(NamedTuple):
     into: Ints
     single: bool
     relays: bool
+    direct: bool
     owned: int
     longest: int
 
@@ -330,7 +333,8 @@ class MoveLayout:
         relays: bool = False,
     ) -> Move:
         longest = largest or int(lanes.max())
-        return Move(sources, targets, lanes, out, into, single, relays, self._owned, longest)
+        direct = self.slices == 1
+        return Move(sources, targets, lanes, out, into, single, relays, direct, self._owned, longest)
 
 
 def _groups(numbers: Ints, most: int) -> list[Ints]:

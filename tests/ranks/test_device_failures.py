@@ -157,6 +157,8 @@ def test_threads_can_wait_for_the_device(nccl: FakeNccl) -> None:
         handle = hvd.allreduce_async_(array, op=hvd.Sum, name="x")
         assert handle.wait()
         assert not handle.finished()
+        with pytest.raises(TimeoutError, match="has not ended its work on 'x' within"):
+            handle.result(0.01)
         later = threading.Timer(0.1, release)
         later.start()
         assert handle.result() is array

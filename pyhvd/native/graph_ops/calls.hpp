@@ -8,7 +8,7 @@
  * -------------
  * 1. Module. `PyInit__..._ops` calls PyModule_Create with a PyModuleDef whose m_methods are PYHVD_GRAPH_METHODS
  *    (entries of an array; add own ones before the sentinel), then pyhvd_graph::prepare_module(module). Python's
- *    class pyhvd.graph.door.NativeDoor calls these methods; no other code does.
+ *    class pyhvd.frameworks.door.NativeDoor calls these methods; no other code does.
  * 2. Trace time. Python's NativeDoor.add(call) returns the key of a call site, an int64 attribute of the op.
  * 3. Run time. The handler, without the GIL, makes an object of a class that derives from Run:
  *
@@ -499,7 +499,7 @@ struct Running {
 /* Begin a run; see the head of this file. */
 inline Started start(std::unique_ptr<Run> &held) { return Running::begin(held); }
 
-/* ---- the methods of the extension module, for pyhvd.graph.door.NativeDoor ---- */
+/* ---- the methods of the extension module, for pyhvd.frameworks.door.NativeDoor ---- */
 
 /* use(capsule, submit): take pyhvd.h's table, and the function that submits in Python. */
 inline PyObject *method_use(PyObject *, PyObject *args) {

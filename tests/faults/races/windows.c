@@ -366,6 +366,7 @@ static void move(player *p) {
         if (g != here) lay_out(p, &m, hosts + g, g, here);
     m.move.owned = owned, m.move.longest = longest_of(p, &m);
     m.move.sources = m.sources, m.move.targets = m.targets, m.move.lane_bytes = m.lane_bytes;
+    m.move.direct = l->slices == 1;
     m.move.lanes = m.lanes, m.move.single = !m.shared, m.move.out = m.out, m.move.in = m.in;
     linger(&p->draw);
     if (pyhvd_window_move(&p->w, &m.move, (int64_t)(intptr_t)p->send, (int64_t)(intptr_t)p->recv))

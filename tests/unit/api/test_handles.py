@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from pyhvd.api.handles import Handle, QueuedHandle, poll, synchronize
+from pyhvd.devices.pending import DeviceWaits
 from pyhvd.errors import MismatchError, ShutDownError
 from pyhvd.observe.metrics import Meter
+
+NO_DEVICE = DeviceWaits(lambda: None, None)
 
 
 class Made(QueuedHandle):
@@ -28,7 +31,7 @@ class Made(QueuedHandle):
         def result(outputs: list[Any]) -> Any:
             return outputs[0] if parts == 1 else list(outputs)
 
-        super().__init__(name, parts, self._count, result, lambda: None, meter)
+        super().__init__(name, parts, self._count, result, NO_DEVICE, meter)
 
     def _count(self) -> None:
         self.flushes += 1
@@ -87,7 +90,7 @@ def test_timeouts(timeout: float) -> None:
 def test_many_threads_wait_for_one_handle(timeout: float | None) -> None:
     about_to_sleep = threading.Semaphore(0)
     meter = Meter(0, 1, timed=False)
-    handle = QueuedHandle("x", 1, about_to_sleep.release, lambda outputs: outputs[0], lambda: None, meter)
+    handle = QueuedHandle("x", 1, about_to_sleep.release, lambda outputs: outputs[0], NO_DEVICE, meter)
     results: list[Any] = []
     threads = [
         threading.Thread(target=lambda: results.append(handle.result(timeout)), daemon=True) for _ in range(8)

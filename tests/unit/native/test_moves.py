@@ -237,7 +237,7 @@ def test_wrong_arguments_are_refused() -> None:
     window = Hosts((1, 1)).windows[0]
     none, lanes = np.empty((0, 4), np.int64), np.array([100], np.int64)
     to, back = np.array([-1, 0], np.int64), np.array([-1, -1], np.int64)
-    good = Move(none, none, lanes, to, back, single=False, relays=False, owned=1, longest=100)
+    good = Move(none, none, lanes, to, back, single=False, relays=False, direct=False, owned=1, longest=100)
     part = np.array([[0, 50, 60, 4096]], np.int64)
     twice = np.array([[0, 50, 6, 4096]] * 2, np.int64)
     wrong: list[tuple[str, dict[str, Any]]] = [
@@ -247,6 +247,8 @@ def test_wrong_arguments_are_refused() -> None:
         ("there is no lane 1", {"out": to + 1}),
         ("part 0 is not within a lane", {"sources": part}),
         ("part 1 is not behind", {"targets": twice}),
+        ("part 0 of a direct move is not all of lane 0", {"targets": twice[:1], "direct": True}),
+        ("lane 0 of a direct move has no source", {"direct": True}),
     ]
     for text, changed in wrong:
         with pytest.raises(ValueError, match=text):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -99,7 +99,8 @@ class _ReaderAhead:
         """End the thread, when it has read the batch at which it is."""
         self._closed = True
         self._room.release()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # which may collect an iteration that nobody has
+            self._thread.join()
 
     def _run(self) -> None:
         error = None
@@ -111,4 +112,7 @@ class _ReaderAhead:
                 self._read.put((batch, None))
         except BaseException as exc:
             error = exc
+        finally:
+            if isinstance(self._batches, Generator):  # close what it has opened, on the thread that did
+                self._batches.close()
         self._read.put((_END, error))

@@ -71,8 +71,9 @@ typedef struct {
     const int64_t *out, *in;
     int single; /* whether each byte that comes has one target among the local ranks */
     int relays; /* whether its sources are in the target: bytes that an earlier move has brought */
+    int direct; /* whether every host has one rank: each part is a whole lane */
     int owned;  /* slices of one rank, at most, on any host */
-    /* bytes of the longest lane; `lanes`, `owned`, `longest` are equal on all hosts' ranks */
+    /* bytes of the longest lane; `lanes`, `direct`, `owned`, `longest` are equal on all hosts' ranks */
     int64_t longest;
 } pyhvd_move;
 

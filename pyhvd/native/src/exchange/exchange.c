@@ -335,12 +335,12 @@ int pyhvd_exchange_depth(const pyhvd_exchange *e, size_t chunk) {
     return depth < PYHVD_DEPTH ? MAX((int)depth, 2) : PYHVD_DEPTH;
 }
 
-int pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk) {
-    if (count < TIMED || !chunk) return 0;
+void pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk) {
+    if (count < TIMED) return;
     /* The first chunks may have waited for a rank that was late. */
     if (ended == PYHVD_DEPTH) e->timed_ns = pyhvd_now();
-    if (ended < count) return 0;
+    if (ended < count) return;
     double bytes = (double)(count - PYHVD_DEPTH) * (double)chunk;
     e->rate = MAX(bytes / (double)MAX(pyhvd_now() - e->timed_ns, 1), KEPT * e->rate);
-    return 1;
+    e->depth = pyhvd_exchange_depth(e, chunk);
 }

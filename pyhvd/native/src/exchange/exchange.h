@@ -34,7 +34,7 @@
  * Depth
  *   What is in flight beyond what the link holds waits in the network's queues, and the agreement's
  *   small messages wait behind it. So the depth follows the rate at which the chunks of large
- *   operations have lately ended on this rank: chunks for 4 ms, and for 512 KiB at least.
+ *   reductions have lately ended on this rank: chunks for 4 ms, and for 512 KiB at least.
  *
  * A chunk can also be moved (move_across.c): nothing is reduced, each frame has its own memory at both
  * ends, and hosts may send each other different numbers of bytes. The invariants hold too.
@@ -159,11 +159,11 @@ static inline void pyhvd_exchange_end_wait(pyhvd_exchange *e) {
 /* Count an operation that has ended. */
 void pyhvd_exchange_count(pyhvd_exchange *e);
 
-/* Take note that the first `ended` of an operation's `count` chunks of so many bytes have ended on this
- * rank. After the last one of a large operation, estimate the link's rate anew, and return 1. */
-int pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk);
+/* Take note that the first `ended` of a reduction's `count` chunks have ended on this rank; after the last
+ * one of a large reduction, estimate the link's rate, and choose the depth for the next ones. */
+void pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk);
 
-/* The depth for chunks of so many bytes, at the link's rate. */
+/* The depth for chunks that carry so many bytes over this host's links, at the estimated rate. */
 int pyhvd_exchange_depth(const pyhvd_exchange *e, size_t chunk);
 
 /* Whether a chunk, or the flat operation, has ended on this rank. */

@@ -185,8 +185,7 @@ static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     add_stage(w, PYHVD_UNPACKING, begin, chunk);
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;
-    if (pyhvd_exchange_time(w->exchange, c->next[UNPACK], all.count, w->chunk))
-        w->exchange->depth = pyhvd_exchange_depth(w->exchange, w->chunk);
+    pyhvd_exchange_time(w->exchange, c->next[UNPACK], all.count, w->chunk);
     return MOVED;
 }
 

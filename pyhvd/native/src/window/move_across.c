@@ -46,22 +46,22 @@ static int64_t slice_start(int64_t bytes, int64_t k, int64_t slices) {
 
 static const pyhvd_move *move_of(const pyhvd_job_cursor *c) { return &c->moves[c->moved]; }
 
-/* Choose the bytes of a lane in a slice of a chunk, and the number of chunks: enough for each lane. If
- * no host has several ranks, nothing lies in slots; then the frames that leave a host have two chunks. */
+/* Choose the bytes of a lane in a slice of a chunk, and the number of chunks: enough for each lane. Of
+ * a direct move nothing lies in slots; then the frames of a chunk to all other hosts have at most the
+ * bytes of two. */
 static void cut_into_chunks(const pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_exchange *e = w->exchange;
     const pyhvd_move *m = move_of(c);
-    int64_t cells = e->slices == 1 ? e->hosts / 2 : (int64_t)m->lanes * m->owned;
+    int64_t cells = m->direct ? e->hosts / 2 : (int64_t)m->lanes * m->owned;
     int64_t room = (int64_t)w->chunk / cells & ~(int64_t)(ALIGNED - 1);
     /* A slice may be longer than others, by less than ALIGNED. */
     int64_t slice = m->longest / e->slices + ALIGNED;
     int to = 0, from = 0;
     for (int g = 0; g < e->hosts; g++) {
         to += g != e->host && m->out[g] >= 0;
-        from += m->in[g] >= 0;
+        from += g != e->host && m->in[g] >= 0;
     }
-    c->crossing = (size_t)(room * e->slices * MAX(to, from));
-    c->depth = pyhvd_exchange_depth(e, c->crossing);
+    c->depth = pyhvd_exchange_depth(e, (size_t)(room * e->slices * MAX(to, from)));
     c->room = room;
     c->chunks = m->longest ? (slice + room - 1) / room : 0;
 }
@@ -188,7 +188,6 @@ static int unpack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
         }
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;
-    pyhvd_exchange_time(w->exchange, c->next[UNPACK], c->chunks, c->crossing);
     /* In pieces, so that the links do not stand still meanwhile. */
     if (c->local) {
         int64_t share = c->local->own_bytes / (int64_t)c->move_count;

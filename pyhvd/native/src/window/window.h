@@ -103,10 +103,9 @@ typedef struct {
     /* On one host: ranks that were heard of, and a bit for each rank whose lane comes in chunks. */
     int heard;
     uint64_t in_chunks[PYHVD_MAX_LOCAL / 64];
-    /* Of the present move: bytes of a lane in a slice of a chunk, chunks, what a chunk sends to other
-     * hosts or receives from them, and how many chunks are under way at most. */
+    /* Of the present move: bytes of a lane in a slice of a chunk, chunks, and how many of them are under
+     * way at most. */
     int64_t room, chunks;
-    size_t crossing;
     int depth;
     int64_t step;
     int stage;
