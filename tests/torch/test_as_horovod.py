@@ -291,7 +291,7 @@ DOCUMENTED: dict[str, dict[str, str | None]] = {
         "num_rank_is_power_2": "num_rank",
     },
     "data": {
-        "AsyncDataLoaderMixin": "async_loader_queue_size args kwargs",
+        "AsyncDataLoaderMixin": "async_loader_queue_size",
         "AsyncDataLoaderMixin.close_async_loader": "",
     },
     "runner.elastic.discovery": {
@@ -367,7 +367,6 @@ ABSENT = {
     ),
     **dict.fromkeys(("spark.torch.estimator", "spark.common.estimator"), r"pyhvd\.spark\.Estimator"),
     "spark.common.backend": r"pyhvd\.spark\.Estimator\(num_proc=\)",
-    **dict.fromkeys(("data", "data.data_loader_base"), r"torch\.utils\.data\.DataLoader"),
 }
 
 
