@@ -290,7 +290,9 @@ cdef Py_ssize_t check_parts(const int64_t[:, ::1] parts, const int64_t[::1] lane
     return parts.shape[0]
 
 
-cdef int check_whole(const int64_t[:, ::1] parts, const int64_t[::1] lanes, uint8_t* marks, int mark) except -1:
+cdef int check_whole(
+    const int64_t[:, ::1] parts, const int64_t[::1] lanes, uint8_t* marks, int mark
+) except -1:
     """Mark the lanes of parts; raise ValueError unless each part is a whole lane."""
     for k in range(parts.shape[0]):
         if parts[k, 1] or parts[k, 2] != lanes[parts[k, 0]]:
