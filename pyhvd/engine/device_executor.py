@@ -135,7 +135,7 @@ class DeviceExecutor:
         """
         self.await_all(self.work.left()[-1:], timeout)
 
-    def await_all(self, work: Sequence[Queued | PendingArray], timeout: float = math.inf) -> None:
+    def await_all(self, work: Sequence[Queued | PendingArray], timeout: float) -> None:
         """Wait until the device has ended this work; see :meth:`synchronize`. Any thread may call it."""
         began, delay = time.monotonic(), LEAST_POLL_SECONDS
         while not self._failure() and not all(each.has_ended for each in work):

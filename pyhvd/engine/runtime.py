@@ -13,6 +13,7 @@ possible, and does not free communicators.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -240,7 +241,7 @@ class Runtime:
         self.check_may_wait()
         self._executor.devices.synchronize(timeout)
 
-    @property
+    @functools.cached_property
     def device_waits(self) -> DeviceWaits:
         """What handles of device arrays can ask."""
         by_host = self._config.device_wait == "host"
