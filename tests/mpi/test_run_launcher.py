@@ -27,6 +27,7 @@ from pyhvd.job.process.exit_report import (
     root_cause,
 )
 from pyhvd.run.cli import _parser, parse
+from tests.mpi.launch import horovodrun
 from tests.mpi.run_support import (
     LIBRARY,
     MPIEXEC,
@@ -189,8 +190,7 @@ def test_a_mistyped_command_is_named(tmp_path: Path, launched: bool) -> None:
 
 @pytest.mark.any_mpi
 def test_a_mistyped_command_of_horovodrun_is_named(tmp_path: Path) -> None:
-    start = "import sys; from pyhvd.run.__main__ import horovodrun; sys.exit(horovodrun())"
-    ended = run([sys.executable, "-c", start, "-np", "2", "pythn", "x.py"], cwd=tmp_path)
+    ended = run([*horovodrun(tmp_path), "-np", "2", "pythn", "x.py"], cwd=tmp_path)
     text = f"pyhvd: there is no Python script 'pythn' in {tmp_path}, and no command of this name"
     assert (ended.code, ended.out, ended.err) == (2, "", f"{text}: did you mean 'python'?\n")
 
