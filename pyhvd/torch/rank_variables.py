@@ -12,19 +12,24 @@ rendezvous ``env://``, before it calls any backend. :func:`set_up` therefore doe
 torch has a public function for new handlers, but not for a second handler of one scheme. So the handler is
 put into a private table of torch. If a torch has no such table, the import sets all variables after all.
 
+The handler also makes it safe to call ``init_process_group()`` again. torch's store ends with the group on
+rank 0, and a rank that comes back earlier than rank 0 would meet the store that is about to end. So rank 0
+keeps its store, and each rendezvous has keys of its own in it.
+
 Variables that the user or torchrun has set stay as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from pyhvd.common.kernel import node_of
 from pyhvd.errors import NotInitializedError, TransportError
@@ -45,7 +50,7 @@ _SCHEME = "env"
 # Time limit of one attempt to connect to rank 0's store.
 _ATTEMPT_S = 2.0
 
-_stores: list[TCPStore] = []  # of rank 0, until torch's handler shares its server, and so its port
+_stores: list[Store] = []  # keep the server of rank 0, and so its port
 
 
 def set_up() -> None:
@@ -62,11 +67,14 @@ def set_up() -> None:
     if getattr(of_torch, "__module__", "") == __name__:
         return
 
+    meetings = itertools.count()
+
     def meet(url: str, **options: Any) -> Iterator[Any]:
         _describe_if_needed()
-        for found in of_torch(url, **options):
-            _stores.clear()  # torch's store has the server now; a later group gets a new one
-            yield found
+        prefix = f"pyhvd/{next(meetings)}"
+        for store, rank, size in of_torch(url, **options):
+            _stores[:] = [store]  # shares the server of a store that was there
+            yield PrefixStore(prefix, store), rank, size
 
     handlers[_SCHEME] = meet
 

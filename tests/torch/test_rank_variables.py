@@ -21,7 +21,7 @@ _OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 _UNDER_MPIEXEC = """
-import os
+import os, time
 import torch.distributed as dist
 from pyhvd.torch.rank_variables import set_up
 set_up()
@@ -32,10 +32,11 @@ dist.init_process_group("gloo")
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 assert int(os.environ["MASTER_PORT"]) > 0
 os.write(1, f"{rank} {dist.get_rank()}: {' '.join(os.environ[name] for name in names)}\\n".encode())
-dist.destroy_process_group()
-from mpi4py import MPI
-MPI.COMM_WORLD.Barrier()  # rank 0 has closed its store
-dist.init_process_group("gloo")
+for _ in range(3):  # rank 1 is back before rank 0 has ended its group
+    if rank == "0":
+        time.sleep(0.2)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
 dist.destroy_process_group()
 """
 _UNDER_SRUN = """
