@@ -328,7 +328,8 @@ def test_what_crosses_is_counted(layout: tuple[int, ...], total: int) -> None:
         if host != last_host:
             # Of several chunks, the last one may come from a third host.
             assert rows[late][2] >= (total == 100 or len(layout) == 2)
-            assert 0.2e9 < rows[late][3] < 2e9
+            # A loaded machine may let a rank wait later than it has sent, and lengthens each wait.
+            assert 0.05e9 < rows[late][3] < 5e9
         sent[mine] += [row[0] for row in rows]
         received[mine] += [row[1] for row in rows]
     assert (sent == received.T).all()
