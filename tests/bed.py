@@ -174,6 +174,7 @@ class Host:
         if self._unshare is None:
             return
         if self._space:
+            self.freeze()  # no process may see another one's end
             _signal_all(self.processes(), signal.SIGKILL)
         self._unshare.kill()  # its child dies with it
         self._unshare.wait()
