@@ -5,6 +5,7 @@ The extensions never link MPI: they see plain addresses, so one wheel serves eve
 
 import glob
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 from Cython.Build import cythonize
@@ -23,7 +24,7 @@ FLAGS = [
     "-fno-trapping-math",
     "-fvisibility=hidden",
 ]
-KERNELS = sorted(glob.glob(f"{SRC}/kernels/*.c"))
+SOURCES = sorted(glob.glob(f"{SRC}/*/*.c"))
 NUMPY_MACROS = ("NPY_NO_DEPRECATED_API", "NPY_TARGET_VERSION")
 # The doors through which collectives enter graphs of frameworks, by module. Without a C++ compiler these
 # extensions are left out, and pyhvd goes through the frameworks' callbacks.
@@ -32,25 +33,30 @@ HEADERS = sorted(glob.glob(f"{SRC}/*/*.h") + glob.glob("pyhvd/native/include/*.h
 
 
 class BuildExt(build_ext):
-    """Compile the kernels once, into a static library that both extensions link."""
+    """Compile the C sources once, into a static library that both extensions link; on all cores."""
 
     def build_extensions(self):
-        objects = self.compiler.compile(
-            KERNELS, self.build_temp, include_dirs=[SRC], extra_postargs=FLAGS, depends=HEADERS
-        )
-        self.compiler.create_static_lib(objects, "pyhvd_kernels", self.build_temp)
-        library = os.path.join(self.build_temp, self.compiler.library_filename("pyhvd_kernels"))
+        self.parallel = os.cpu_count()
+        with ThreadPoolExecutor(self.parallel) as pool:
+            objects = [each for made in pool.map(self._compile, SOURCES) for each in made]
+        self.compiler.create_static_lib(objects, "pyhvd_native", self.build_temp)
+        library = os.path.join(self.build_temp, self.compiler.library_filename("pyhvd_native"))
         for extension in self.extensions:
             if extension.name not in GRAPH_OPS:
                 extension.extra_objects.append(library)
         super().build_extensions()
 
+    def _compile(self, source):
+        return self.compiler.compile(
+            [source], self.build_temp, include_dirs=[SRC], extra_postargs=FLAGS, depends=HEADERS
+        )
 
-def extension(name, *sources, headers=()):
+
+def extension(name, headers=()):
     return Extension(
         f"pyhvd.{name}",
-        sources=[f"pyhvd/{name.replace('.', '/')}.pyx", *sources],
-        depends=[*HEADERS, *KERNELS, *sorted(glob.glob("pyhvd/native/*.px[di]"))],
+        sources=[f"pyhvd/{name.replace('.', '/')}.pyx"],
+        depends=[*HEADERS, *SOURCES, *sorted(glob.glob("pyhvd/native/*.px[di]"))],
         include_dirs=[SRC, *headers],
         define_macros=[(name, "NPY_1_22_API_VERSION") for name in NUMPY_MACROS] if headers else [],
         extra_compile_args=FLAGS,
@@ -75,15 +81,7 @@ setup(
     ext_modules=cythonize(
         [
             extension("_fusion"),
-            extension(
-                "native.shared_memory",
-                *(
-                    path
-                    for part in ("results", "links", "exchange", "window", "agreement", "fast_path")
-                    for path in sorted(glob.glob(f"{SRC}/{part}/*.c"))
-                ),
-                headers=[numpy.get_include()],
-            ),
+            extension("native.shared_memory", headers=[numpy.get_include()]),
             *(graph_ops(name, source) for name, source in GRAPH_OPS.items()),
         ],
         # Generated C fits the numpy that it was generated with, and another environment may have another one.
