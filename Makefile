@@ -384,7 +384,7 @@ torch: spark .venv-spark-openmpi/.done
 	  else echo "==> torch: skipped, pip finds no wheel without CUDA"; fi
 
 # No MPI in these two: what tests/unit covers must not need one.
-py313 py314t: py3%:
+py313 py314t: py3%: | .venv/.done # two builds at once would write the same files
 	@if [ -n "$(call find,$*)" ]; then $(MAKE) --no-print-directory .venv-$@/.done; \
 	  else echo "==> $@: skipped, no such interpreter on this machine"; fi
 find = $(shell $(PYTHON) scripts/find_python.py 3.$(1))

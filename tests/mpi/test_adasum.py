@@ -12,6 +12,8 @@ from tests.conformance import adasum
 from tests.conformance.cases import Case, each, run
 from tests.mpi.harness import on_ranks
 
+pytestmark = pytest.mark.any_mpi
+
 
 @each(adasum.CASES, 1, 2, 3, 4, count="nranks")
 @on_ranks(warm=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import pyhvd as hvd
 from tests.c_callers import compile_callers, id_of
 from tests.mpi.harness import on_ranks
+
+pytestmark = pytest.mark.any_mpi
 
 
 @on_ranks(2)

@@ -13,6 +13,8 @@ import pyhvd as hvd
 from tests.conformance.cases import outcome
 from tests.mpi.harness import on_ranks
 
+pytestmark = pytest.mark.any_mpi
+
 
 def _send_later(number: int) -> None:
     threading.Timer(0.3, lambda: os.kill(os.getpid(), number)).start()

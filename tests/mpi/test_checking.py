@@ -11,6 +11,8 @@ import pyhvd as hvd
 from pyhvd.backends.host import HostBackend
 from tests.mpi.harness import on_ranks
 
+pytestmark = pytest.mark.any_mpi
+
 CHECKED = {"PYHVD_CHECK": "results,finite"}
 
 

@@ -12,6 +12,8 @@ from tests.conformance import determinism
 from tests.conformance.cases import Case, each, run
 from tests.mpi.harness import on_ranks
 
+pytestmark = pytest.mark.any_mpi
+
 SETTINGS = (
     {"PYHVD_FUSION_THRESHOLD": "0"},
     {"PYHVD_FUSION_THRESHOLD": "3000"},

@@ -16,6 +16,8 @@ from pyhvd.frameworks.names import default_name
 from pyhvd.testing import run_ranks
 from tests.mpi.harness import on_ranks
 
+pytestmark = pytest.mark.any_mpi
+
 FLOAT = np.dtype(np.float32)
 
 

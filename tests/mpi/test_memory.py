@@ -6,11 +6,14 @@ import errno
 import os
 
 import numpy as np
+import pytest
 
 import pyhvd as hvd
 from pyhvd.engine.context import current
 from pyhvd.transport.arena import Arena
 from tests.mpi.harness import hear_log, on_ranks
+
+pytestmark = pytest.mark.any_mpi
 
 WITH_LANE = {"PYHVD_FAST_LANE": "1"}  # without the fast path there is no shared memory
 
