@@ -10,6 +10,7 @@ failed is shown again at the end: the message of each test, and the stacks of a 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
@@ -81,7 +82,7 @@ PARTS = {
     ),
     "elastic": Part(".venv", ("tests/elastic",), workers=3),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
-    "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=2),
+    "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=3),
     "spark-torch": Part(
         ".venv-spark", ("tests/spark/test_estimator_torch.py", "tests/spark/test_torch_distributed.py")
     ),
@@ -116,16 +117,29 @@ ALL = tuple(name for name in PARTS if name not in ("spark-torch", "torchdist", "
 
 @dataclass
 class Outcome:
-    """The counts of one part, why it is bad where it is, and the texts of what failed."""
+    """The counts of one part, why it is bad where it is, and the texts of what failed.
+
+    ``busy`` is the share of the machine's cores that had work: a part with a small one may get more workers.
+    """
 
     name: str
     passed: int = 0
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    busy: float = math.nan
     note: str = ""
     bad: bool = False
     texts: list[str] = field(default_factory=list)
+
+
+def cpu_times() -> tuple[float, float]:
+    """Return for how long this machine's cores have been busy, and have run at all; in ticks, on Linux."""
+    try:
+        times = [float(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except OSError:
+        return math.nan, math.nan
+    return sum(times) - times[3] - times[4], sum(times)  # less idle and waiting for a disk
 
 
 def keep_crashes(stream: IO[str], outcome: Outcome) -> None:
@@ -148,7 +162,7 @@ def run_part(name: str, extra: list[str], limit: float) -> Outcome:
         outcome.bad = not part.optional
         return outcome
     print(f"\n=== {name}: {' '.join(part.paths)} in {part.venv}", flush=True)
-    start = time.monotonic()
+    start, (busy, ran) = time.monotonic(), cpu_times()
     with tempfile.TemporaryDirectory(prefix="pyhvd-suite-") as folder:
         report = Path(folder) / "report.xml"
         # As if the venv were activated: tests start mpiexec, pyhvdrun and python by name too.
@@ -175,6 +189,8 @@ def run_part(name: str, extra: list[str], limit: float) -> Outcome:
         reader.join(LEFT_S)  # a process that a test has left may still have it open
         count(report, outcome)
     outcome.seconds = time.monotonic() - start
+    now = cpu_times()
+    outcome.busy = (now[0] - busy) / (now[1] - ran)
     if not outcome.passed + outcome.failed:
         outcome.note = outcome.note or "ran no test"
     outcome.bad = process.returncode != 0 or bool(outcome.note)
@@ -232,12 +248,11 @@ def main() -> int:
     for one in outcomes:
         for text in one.texts:
             print(f"\n=== failed in {one.name}: {text.rstrip()}")
-    print(f"\n{'part':<13} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
+    print(f"\n{'part':<13} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8} {'busy':>5}")
     for one in outcomes:
-        line = (
-            f"{one.name:<13} {one.passed:>7} {one.failed:>7} {one.skipped:>8} {one.seconds:>8.1f}  {one.note}"
-        )
-        print(line.rstrip())
+        line = f"{one.name:<13} {one.passed:>7} {one.failed:>7} {one.skipped:>8} {one.seconds:>8.1f}"
+        busy = "" if math.isnan(one.busy) else f"{one.busy:.0%}"
+        print(f"{line} {busy:>5}  {one.note}".rstrip())
     sums = [sum(getattr(one, kind) for one in outcomes) for kind in ("passed", "failed", "skipped")]
     print("\n{} passed, {} failed, {} skipped".format(*sums))
     return int(any(one.bad for one in outcomes))
