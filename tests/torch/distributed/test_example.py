@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 
 from tests.mpi.launch import ROOT, mpi_environment, mpiexec_command
 
-pytest.importorskip("sklearn", reason="scikit-learn, which brings the digits, is missing")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="scikit-learn, which brings the digits, is missing"
+)
 
 LAUNCHERS = {
     "pyhvdrun": [sys.executable, "-m", "pyhvd.run", "-n", "2"],
