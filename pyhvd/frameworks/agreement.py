@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 from pyhvd.api.objects import allgather_object
 from pyhvd.api.process_sets import ProcessSet
 from pyhvd.api.topology import rank
 from pyhvd.common.text import describe_values
 from pyhvd.errors import MismatchError
+
+_AUTO_NUMBER = re.compile(r"_\d+(?=/|$)")
+
+
+def name_without_numbers(variable: Any) -> str:
+    """Return the path or name of a variable, without the numbers that its framework appends.
+
+    A rank that has made other layers before has other numbers.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> name_without_numbers(SimpleNamespace(path="dense_3/kernel", name="kernel"))
+    'dense/kernel'
+    """
+    return _AUTO_NUMBER.sub("", str(getattr(variable, "path", None) or variable.name))
 
 
 def agree(mine: Mapping[str, str], what: str, process_set: ProcessSet) -> None:

@@ -6,7 +6,6 @@ backend traces the step.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ import keras
 from pyhvd.api.collectives import Max, Min
 from pyhvd.api.compression import compress_all, decompress_all
 from pyhvd.engine import context
-from pyhvd.frameworks.agreement import agree
+from pyhvd.frameworks.agreement import agree, name_without_numbers
 from pyhvd.frameworks.gradients import GradientOptions
 from pyhvd.frameworks.grouping import divide
 from pyhvd.keras.backend import ReductionTerms, door
-
-_AUTO_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +193,8 @@ class GradientReduction:
             return
         mine = self.options.described()
         for place, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
-            name = _AUTO_NUMBER.sub("", getattr(variable, "path", variable.name))
-            mine[f"variable {place}"] = f"{name!r}, {self._in_words(optimizer, grad, variable)}"
+            words = self._in_words(optimizer, grad, variable)
+            mine[f"variable {place}"] = f"{name_without_numbers(variable)!r}, {words}"
         agree(mine, prefix, self.options.process_set)
         self._is_compared = True
 

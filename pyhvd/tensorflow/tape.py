@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from pyhvd.api.compression import Compressor
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine import context
-from pyhvd.frameworks.agreement import agree
+from pyhvd.frameworks.agreement import agree, name_without_numbers
 from pyhvd.frameworks.gradients import GradientOptions
 from pyhvd.frameworks.grouping import checked_groups, divide
 from pyhvd.tensorflow.compression import Compression
@@ -24,7 +23,6 @@ from pyhvd.tensorflow.mpi_ops import grouped_allreduce
 from pyhvd.tensorflow.naming import default_name
 
 _NAME = "DistributedGradientTape"
-_NUMBER = re.compile(r"_\d+(?=/|$)")  # a rank that has made other layers before has other numbers
 # What the ranks have compared, since init().
 _compared: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
@@ -277,5 +275,4 @@ def _in_words(source: Any, gradient: Any, *, local: bool) -> str:
         text += ", local"
     if not hasattr(source, "assign"):  # a tensor: it may have another shape in each step, and no name
         return text
-    name = _NUMBER.sub("", str(getattr(source, "path", None) or source.name))
-    return f"{text} of {name} {list(source.shape)}"
+    return f"{text} of {name_without_numbers(source)} {list(source.shape)}"
