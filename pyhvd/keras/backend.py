@@ -17,6 +17,7 @@ from pyhvd.api import collectives
 from pyhvd.api.collectives import Average, Sum
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import ReduceOp
+from pyhvd.frameworks.failures import raising_causes
 
 
 class ReductionTerms(NamedTuple):
@@ -79,6 +80,9 @@ class Door:
         """Return the classes of the backend's errors that may carry one of pyhvd."""
         return ()
 
+    def check_logs(self, logs: Any) -> None:
+        """Raise the error of a step that has ended after its call returned; Keras keeps it in the logs."""
+
     def strategy(self) -> Any:
         """Return what distributes models over devices, if it is active."""
         return keras.distribution.distribution()
@@ -117,6 +121,12 @@ class _Jax(Door):
         import jax
 
         return (jax.errors.JaxRuntimeError,)
+
+    def check_logs(self, logs: Any) -> None:
+        import jax
+
+        with raising_causes(*self.errors()):
+            jax.block_until_ready(logs)  # Keras has made numbers of all others
 
     def at_updates(self, optimizer: Any, change: Callable[[list[Any]], list[Any]], grads: list[Any]) -> Any:
         import jax

@@ -172,7 +172,8 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._commit()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Count the batch."""
+        """Count the batch, unless a collective in its step has failed."""
+        door().check_logs(logs)
         self._batches += 1
         self._is_due |= self._batches >= self._every
 
@@ -215,8 +216,9 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         """Note where the epoch goes on."""
         self._before = self._state.batch
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Count the batches of the epoch."""
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the batches of the epoch, unless a collective in the batch's step has failed."""
+        door().check_logs(logs)
         self._state.batch = self._before + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002

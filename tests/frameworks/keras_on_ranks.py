@@ -818,6 +818,42 @@ def errors_of_steps_leave_elastic_run_as_those_of_pyhvd() -> None:
     assert caught.value.__cause__ is wrapped
 
 
+@case()
+def a_rank_that_leaves_ends_fit_of_the_others() -> None:
+    import keras
+
+    hvd = _hvd()
+    steps: list[int] = []
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            steps.append(batch)
+
+    @hvd.elastic.run
+    def train(state: Any, callback: Any) -> None:
+        _fit(state.model, *_my_part(), callbacks=[callback, Count()])
+
+    made: list[tuple[Any, Any]] = []
+    for make in (
+        lambda _: hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.elastic.UpdateBatchStateCallback,
+        lambda state: hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
+    ):
+        model = _model()
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
+        state = hvd.elastic.KerasState(model, batch=0)
+        made.append((state, make(state)))
+        train(*made[-1])
+    if hvd.rank() == 0:
+        steps.clear()
+        for state, callback in made:
+            state.begin = bool  # the ranks have begun together, above
+            with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+                train(state, callback)
+            assert not steps
+    hvd.shutdown()
+
+
 # -- names ---------------------------------------------------------------------------------------------
 
 # The parameters of Horovod 0.28.1's horovod.keras and horovod.tensorflow.keras, in their order.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pyhvd.keras.backend import door
 from pyhvd.keras.functions import broadcast_variables
 from pyhvd.keras.legacy import build_optimizer, library, optimizer_variables
 
@@ -17,7 +18,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
     """Assigns the root's variables of model and optimizer to all ranks, before the first step.
 
     A model that is built only by its first batch gets them after that batch. The learning rate and the states
-    of seed generators stay each rank's own.
+    of seed generators stay each rank's own. It also ends ``fit()`` after a step whose collective has failed.
 
     Parameters
     ----------
@@ -56,6 +57,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Broadcast the variables of a model that the first batch has built."""
+        door().check_logs(logs)
         if not self.broadcast_done:
             model = self.model
             self._broadcast(model, getattr(model, "optimizer", None))
