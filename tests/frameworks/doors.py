@@ -10,7 +10,10 @@ import pytest
 from tests.mpi.harness import on_ranks
 
 NATIVE, CALLBACK = "native", "callback"
-_KNOBS = {NATIVE: "auto", CALLBACK: "callback"}
+KNOBS = {NATIVE: "auto", CALLBACK: "callback"}
+"""The doors, by their values of ``PYHVD_GRAPH_OPS``."""
+VARIABLES = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+"""For all ranks that import a framework."""
 
 
 def on_doors(
@@ -32,7 +35,7 @@ def on_doors(
     def decorate(function: Callable[[], None]) -> Callable[..., None]:
         by_door: dict[str, Any] = {
             door: on_ranks(
-                2, timeout=timeout, env={"PYHVD_GRAPH_OPS": _KNOBS[door], **_OF_ALL, **env}, warm=True
+                2, timeout=timeout, env={"PYHVD_GRAPH_OPS": KNOBS[door], **_OF_ALL, **env}, warm=True
             )(function)
             for door in chosen
         }
@@ -49,9 +52,4 @@ def on_doors(
     return decorate
 
 
-_OF_ALL = {
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "KERAS_BACKEND": "tensorflow",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYHVD_DYNAMIC_PROCESS_SETS": "1",
-}
+_OF_ALL = {**VARIABLES, "KERAS_BACKEND": "tensorflow", "PYHVD_DYNAMIC_PROCESS_SETS": "1"}

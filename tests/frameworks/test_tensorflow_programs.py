@@ -16,14 +16,13 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: run `make test-frameworks`")
 
 import pyhvd.tensorflow as hvd
-from tests.frameworks.doors import CALLBACK, NATIVE, on_doors
+from tests.frameworks.doors import KNOBS, NATIVE, on_doors
 from tests.mpi.test_docs_code import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = [
     block.code for block in BLOCKS if block.path.name == "tensorflow.md" and block.tags[:1] == ("python",)
 ]
-KNOBS = {NATIVE: "auto", CALLBACK: "callback"}
 
 # Rank 1 never makes the call, and both ranks end.
 UNDER_WAY = """

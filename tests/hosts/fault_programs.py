@@ -12,7 +12,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -131,11 +132,18 @@ def run_until_an_error(folder: Path, seed: int, size: int, verb: str = "", lengt
     hvd.init(process_sets=[some])
     program = Program(seed, some, verb, int(length))
     (folder / f"ports{hvd.rank()}").write_text(json.dumps(own_ports()))
+    with noted_steps(folder) as note:
+        while True:
+            note()
+            program.step()
+
+
+@contextmanager
+def noted_steps(folder: Path) -> Iterator[Callable[[], None]]:
+    """Yield what notes a step; write the block's error, and raise it when all ranks may leave."""
     with (folder / f"steps{hvd.rank()}").open("ab", buffering=0) as steps:
         try:
-            while True:
-                steps.write(b".")
-                program.step()
+            yield lambda: (steps.write(b"."), None)[1]
         except hvd.HorovodInternalError as error:
             text = json.dumps({"error": type(error).__name__, "text": str(error), "time": time.time()})
             part = folder / f"part{hvd.rank()}"

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,7 @@ SLACK_S = 3.0
 """More for a busy machine, on which ranks read frames, and wake up, seconds late."""
 
 _KNOBS: tuple[dict[str, str], ...] = ({}, {}, {"PYHVD_CACHE_CAPACITY": "0"}, {"PYHVD_CHECK": "results"})
-_START_S = 60.0  # the kernel makes and removes network namespaces one after the other
+_START_S = 120.0  # the kernel makes and removes network namespaces one after the other
 _LEFT_S = 2.0
 _LEAVE_S = 8.0  # from the last rank's error to the end of all ranks on hosts that still run
 _MOMENTS_S = (0.03, 0.3, 1.5)  # after the first step: in the first steps, soon, or later
@@ -78,6 +78,10 @@ class Fault:
     verb, length : str, int
         A verb of :data:`tests.hosts.fault_programs.VERBS`, if the program makes only its steps, with so many
         floats.
+    program : str
+        The module that each rank runs, by default :mod:`tests.hosts.fault_programs`.
+    holds : bool
+        Whether mpiexec is stopped while the ranks get their errors: after some faults it may end them first.
     """
 
     seed: int
@@ -90,6 +94,8 @@ class Fault:
     connection: str = CONNECTIONS[0]
     verb: str = ""
     length: int = LARGE
+    program: str = "tests.hosts.fault_programs"
+    holds: bool = False
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -137,7 +143,7 @@ class FaultyJob:
         self._size = sum(fault.shape)
         self._place = job_directory()
         self._folder = self._place.__enter__()
-        program = ["tests.hosts.fault_programs", str(self._folder), str(fault.seed), str(self._size)]
+        program = [fault.program, str(self._folder), str(fault.seed), str(self._size)]
         only = [fault.verb, str(fault.length)] if fault.verb else []
         command = site.command(fault.shape, sys.executable, "-m", *program, *only)
         self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT), **fault.knobs}, ROOT)
@@ -145,8 +151,11 @@ class FaultyJob:
     def wait_for_steps(self) -> bool:
         """Wait until every rank has begun a step; return whether so."""
         files = [self._folder / f"steps{rank}" for rank in range(self._size)]
-        until = time.time() + _START_S
-        return self.wait(lambda: all(path.exists() for path in files), until) and not self.has_ended()
+
+        def have_begun() -> bool:
+            return all(path.exists() and path.stat().st_size for path in files)
+
+        return self.wait(have_begun, time.time() + _START_S) and not self.has_ended()
 
     def wait(self, true: Callable[[], bool], until: float) -> bool:
         """Wait until a condition holds or the job has ended, at most until a time; return whether so."""
@@ -178,6 +187,13 @@ class FaultyJob:
     def ranks(self) -> dict[int, int]:
         """Return the process id of each rank that runs, in the tests' numbering."""
         return {rank: pid for pid, rank in self._job.processes().items() if rank is not None}
+
+    def signal_mpiexec(self, number: signal.Signals) -> None:
+        """Send a signal to mpiexec and its daemons."""
+        for pid, rank in self._job.processes().items():
+            if rank is None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def output(self) -> str:
         """Return the job's output, with the stacks of ranks that still run."""
@@ -252,12 +268,16 @@ def _try_once(site: Site, fault: Fault, slack: float) -> Outcome:
             outcome.wrong.append(f"not every rank makes steps{job.output()}")
             return outcome
         struck = True
+        if fault.holds:
+            job.signal_mpiexec(signal.SIGSTOP)
         if fault.kind == "reset":
             hosts[fault.host].do(*kill_sockets("sport", "=", f":{job.port(fault)}"))
         else:
             strike(site.bed, fault.kind, hosts[fault.host], victim)
         within = WITHIN_S + (slack if fault.kind in SILENT else 0)
         _look_at_errors(outcome, job, time.time(), within, [host.name for host in hosts])
+        if fault.holds:
+            job.signal_mpiexec(signal.SIGCONT)
         if not outcome.wrong:
             _look_at_ranks(outcome, job)
     finally:
