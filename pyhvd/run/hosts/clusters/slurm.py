@@ -55,7 +55,7 @@ def _local_size(environ: Environ) -> int | None:
 
 
 def find_allocation(around: Surroundings) -> Allocation | None:
-    """Return the hosts of the job, with its tasks per node as slots.
+    """Return the hosts of the job, with its tasks per node as slots, but no more slots than tasks.
 
     Inside a step SLURM_TASKS_PER_NODE has the step's numbers. If it has not as many as there are nodes, the
     slots are the job's cores per node, divided by the cores per task.
@@ -66,7 +66,7 @@ def find_allocation(around: Surroundings) -> Allocation | None:
     if not job or not nodes:
         return None
     names = expand_hostlist(nodes)
-    slots = expand_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
+    slots = _trim(expand_counts(environ.get("SLURM_TASKS_PER_NODE", "")), number(environ, "SLURM_NTASKS"))
     if len(slots) != len(names):
         per_task = number(environ, "SLURM_CPUS_PER_TASK") or 1
         cores = expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -75,6 +75,22 @@ def find_allocation(around: Surroundings) -> Allocation | None:
         slots = [around.slots_per_host or 1] * len(names)
     hosts = tuple(Host(name, count) for name, count in zip(names, slots, strict=True))
     return Allocation(f"Slurm's job {job}", hosts, AGENT)
+
+
+def _trim(slots: list[int], tasks: int | None) -> list[int]:
+    """Return slots without those that exceed the job's tasks; the last nodes lose theirs, but for one.
+
+    Of ``--ntasks 5 --ntasks-per-node 2`` Slurm makes ``2(x3)``.
+    """
+    if tasks is None or tasks < len(slots):  # Slurm gives no job fewer tasks than nodes
+        return slots
+    excess = sum(slots) - tasks
+    trimmed = []
+    for count in reversed(slots):
+        less = max(0, min(excess, count - 1))
+        excess -= less
+        trimmed.append(count - less)
+    return trimmed[::-1]
 
 
 def expand_hostlist(text: str) -> list[str]:

@@ -214,13 +214,25 @@ def test_ranks_of_a_slurm_node(changes: dict[str, str], local_size: int) -> None
     assert found.numbers == RankEnv("unknown", 5, 7, 1, local_size)
 
 
+_FIVE = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "5"}
+
+
 @pytest.mark.parametrize(
     ("changes", "hosts"),
     [
         ({"SLURM_TASKS_PER_NODE": ""}, "n1:4 n2:4"),
         ({"SLURM_TASKS_PER_NODE": "", "SLURM_CPUS_PER_TASK": "16"}, "n1:1 n2:1"),
         ({"SLURM_JOB_CPUS_PER_NODE": ""}, "n1:3 n2:3"),
-        ({"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "5"}, "n1:5"),
+        ({"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "5", "SLURM_NTASKS": "5"}, "n1:5"),
+        (
+            {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)", "SLURM_NTASKS": "5"},
+            "n1:2 n2:2 n3:1",
+        ),
+        (
+            {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4,1(x2)", "SLURM_NTASKS": "5"},
+            "n1:3 n2:1 n3:1",
+        ),
+        ({"SLURM_TASKS_PER_NODE": "3(x2)", "SLURM_NTASKS": "1"}, "n1:3 n2:3"),  # of no job
     ],
 )
 def test_slots_of_slurm(changes: dict[str, str], hosts: str) -> None:
