@@ -58,7 +58,7 @@ OF_RANKS = (
 )
 """How names of variables begin that make a process a rank: with mpiexec's, MPI_Init joins that job."""
 
-OF_CLUSTERS = ("SLURM_", "PBS_", "LSB_", "FLUX_")
+OF_CLUSTERS = ("SLURM_", "SLURMD_", "PBS_", "LSB_", "FLUX_")
 """How names of variables begin by which a cluster describes the job of this process."""
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's processes
@@ -85,6 +85,7 @@ OF_ONE_RANK = (
 _NEVER = {
     *("PWD", "OLDPWD", "SHLVL", "_", "HOME", "USER", "LOGNAME", "MAIL", "SHELL", "HOSTNAME", "DISPLAY"),
     *("LS_COLORS", "TMPDIR"),
+    *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),  # Slurm sets them beside *_VISIBLE_DEVICES
 }
 _NEVER_PREFIXES = (
     *("TERM", "SSH_", "XDG_", "DBUS_", "BASH_FUNC_"),

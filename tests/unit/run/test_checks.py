@@ -83,7 +83,8 @@ def test_variables_of_the_launchers_own_host_and_job_stay_there() -> None:
     environ = dict.fromkeys(
         [
             *(b"HOME", b"TERM", b"TERM_PROGRAM", b"SSH_AUTH_SOCK", b"XDG_RUNTIME_DIR", b"TMPDIR"),
-            *(b"CUDA_VISIBLE_DEVICES", b"SLURM_JOB_ID", b"PMI_RANK", b"BASH_FUNC_ml%%", b"a.b", b"1A"),
+            *(b"CUDA_VISIBLE_DEVICES", b"GPU_DEVICE_ORDINAL", b"ZE_AFFINITY_MASK"),
+            *(b"SLURM_JOB_ID", b"SLURMD_NODENAME", b"PMI_RANK", b"BASH_FUNC_ml%%", b"a.b", b"1A"),
         ],
         b"x",
     )
