@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tests.waiting import wait_until
 _HOSTS = ("-H", "east:1,west:1", "--launch-agent", LOCAL)
 _FLAGS = (*_HOSTS, "-n", "2", "--min-np", "1")
 _SLOWLY = {"STEP_S": "0.08"}
+_IN_SLURM = {**_SLOWLY, "SLURM_JOB_ID": "4711"}
 
 
 def agent_of(job: subprocess.Popen[str], host: str) -> int:
@@ -33,12 +35,18 @@ def agent_of(job: subprocess.Popen[str], host: str) -> int:
     raise AssertionError(f"no agent of host {host}")
 
 
+def processes() -> list[int]:
+    """Return the processes of this machine."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
 def is_below(pid: int, ancestor: int) -> bool:
     """Return whether a process is a descendant of another one, or that one."""
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    with contextlib.suppress(OSError):  # one of them has ended
+        while pid > 1:
+            if pid == ancestor:
+                return True
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return False
 
 
@@ -61,6 +69,25 @@ def test_sigterm_to_an_agent_drains_its_host(tmp_path: Path) -> None:
     wait_for_step(job, tmp_path, 5, generation=1)
     wait_until(lambda: not Path(f"/proc/{agent}").exists())
     check_drained(finish(job, tmp_path), "east", "its agent got SIGTERM")
+
+
+def test_sigterm_to_every_process_of_a_slurm_step_drains_its_host(tmp_path: Path) -> None:
+    """As `sbatch --signal=TERM@90` sends it: guardians and ranks go on until the ranks may leave."""
+    job = start(tmp_path, flags=_FLAGS, env=_IN_SLURM)
+    wait_for_step(job, tmp_path, 3)
+    agent = agent_of(job, "west")
+    for pid in [pid for pid in processes() if is_below(pid, agent)]:
+        os.kill(pid, signal.SIGTERM)
+    check_drained(finish(job, tmp_path), "west", "its agent got SIGTERM")
+
+
+def test_in_slurm_too_sigterm_to_the_launcher_ends_the_job(tmp_path: Path) -> None:
+    job = start(tmp_path, flags=_FLAGS, env=_IN_SLURM)
+    wait_for_step(job, tmp_path, 3)
+    job.terminate()
+    ended = finish(job, tmp_path)
+    assert ended.code == 143, ended
+    assert ended.err.splitlines()[-1] == "pyhvd: ended by SIGTERM"
 
 
 def test_a_preemption_command_that_succeeds_drains_its_host(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
 from pyhvd.job.mpi.pmi import answer_get, name_of_world
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, ExitReport
-from pyhvd.job.process.signals import PAUSING
+from pyhvd.job.process.signals import ENDING, PAUSING
 from pyhvd.job.spec import DRIVER_TIMEOUT
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
@@ -401,6 +401,8 @@ class Agent:
     def _pass_on(self, number: int) -> None:
         if number in PAUSING:  # the driver stops too, and sends no beats
             self._silence.pause(paused=number == signal.SIGTSTP)
+        if self.host is not None and number in ENDING:
+            self.host.vault.ending = 1
         for owned in self._ranks.values():
             owned.process.signal(number)
 

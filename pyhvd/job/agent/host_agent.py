@@ -7,7 +7,8 @@ driver that is silent (:class:`~pyhvd.job.agent.agent.DriverSilence`).
 1. The agent sends :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
 2. After a job of functions without error, and after each generation of an elastic job, the agent waits. For
    the next job the driver sends :class:`Again` over the same channel, and step 1 follows.
-3. In an elastic job the agent keeps the ranks' commits: :mod:`pyhvd.job.agent.elastic_host`. There SIGTERM is
+3. SIGUSR1 and SIGUSR2 have no effect on the agent: Slurm sends them to all processes of a job step.
+4. In an elastic job the agent keeps the ranks' commits: :mod:`pyhvd.job.agent.elastic_host`. There SIGTERM is
    a notice that the host will be taken away: :mod:`pyhvd.job.agent.notice`. In any other job SIGTERM ends the
    agent.
 """
@@ -32,6 +33,7 @@ from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.program_process import ProgramProcess
 from pyhvd.job.connections import BEAT_S, ELASTIC_BEAT_S
 from pyhvd.job.messages import Again, Beat, Member, Prepare, Stop, decode_from_driver, encode, hello
+from pyhvd.job.process.signals import ENDING, FORWARDED, ignore
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
@@ -188,7 +190,7 @@ def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None, silence:
             raise
     finally:
         if host is not None:  # no rank writes there any more
-            host.vault.wished = host.vault.left = 0
+            host.vault.wished = host.vault.left = host.vault.ending = host.vault.suspends = 0
             host.vault.has_callbacks = False
     return agent.again
 
@@ -197,6 +199,7 @@ def main() -> int:
     """Run the agent; return its exit code."""
 
     def run() -> None:
+        ignore(set(FORWARDED) - set(ENDING))
         channel = take_channel()
         serve(channel, read_key(channel))
 

@@ -36,6 +36,7 @@ import msgspec
 
 from pyhvd.job.mpi.rank_env import read_rank_env, set_defaults
 from pyhvd.job.process import guardian
+from pyhvd.job.process.signals import FORWARDED, ignore
 
 MAX_REQUEST = 1 << 20
 _FIRST_FREE = 512  # the lowest number of a request's descriptors until they get their own numbers
@@ -251,6 +252,8 @@ def _thread_name(task: str) -> str:
 def serve(channel: socket.socket) -> None:
     """Import the modules of the agent's first message, then fork ranks until the channel closes."""
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    ignore(FORWARDED)
     first = receive(channel)
     if first is None or not isinstance(first[0], Preload):
         return
@@ -270,6 +273,8 @@ def serve(channel: socket.socket) -> None:
         pid = _fork()
         if pid == 0:
             channel.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
             become(message, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)

@@ -20,6 +20,7 @@ import msgspec
 from pyhvd.job.commits.store import CommitStore, StoreError
 from pyhvd.job.commits.vault import Seal, Vault, VaultError
 from pyhvd.job.messages import Restored, StoreOrder
+from pyhvd.job.process.signals import FORWARDED, ignore
 
 WRITE, RESTORE = "write", "restore"
 # Time between two looks at the vault.
@@ -121,6 +122,7 @@ def restore(vault: Vault, store: Callable[[], CommitStore], away_s: float = _AWA
 
 def main(mode: str, *descriptors: str) -> int:
     """Run; return the exit code."""
+    ignore(FORWARDED)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=StoreOrder)
     vault = Vault([int(each) for each in descriptors])
     if mode == RESTORE:

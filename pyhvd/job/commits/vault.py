@@ -9,7 +9,7 @@ Invariants
    that the writer has written before: it is its successor, or a collective has finished between the two.
 2. The slot of the newest record is never written. A record is written after its slot, and has a checksum: one
    that was torn, or not written, leaves the older one the newest.
-3. `wished` is written by the agent alone. `left` and `has_callbacks` are written by any rank of the host; all
+3. `wished`, `suspends` and `ending` are written by the agent alone. `left` and `has_callbacks` are written by any rank of the host; all
    ranks of one generation write the same value. The agent clears them between two generations. `urged` is
    written by the first rank, `stored` by the process that stores commits
    (:mod:`pyhvd.job.commits.store_process`). Each is one aligned word, which no reader sees half written.
@@ -110,6 +110,10 @@ class Vault:
     stored = _Word(32)
     """The mark of the newest commit that is stored; 0 if none is."""
     _failed = _Word(40)
+    ending = _Word(48)
+    """Whether the launcher has sent the ranks a signal that ends them."""
+    suspends = _Word(56)
+    """Whether the job ends once the ranks have made room; written before `wished`."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self.descriptors = tuple(descriptors)

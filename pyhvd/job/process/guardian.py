@@ -6,6 +6,7 @@ The guardian and the owner hold the two ends of a lifetime line, a socket pair.
    its Python workers with SIGKILL, so the owner cannot do that itself.
 2. When the process ends, the guardian tells the owner how.
 3. When the guardian is killed, the kernel kills the process.
+4. Signals that launchers pass on to ranks have no effect on the guardian: Slurm sends them to all processes.
 
 ``python -m pyhvd.job.process.guardian LIFE CONTROL MODULE`` guards a rank; the rank's agent starts it.
 LIFE and CONTROL are descriptors: the lifetime line, and the rank's control socket. MODULE has ``run_rank``.
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from pyhvd.job.process.segments import remove, segments_of
+from pyhvd.job.process.signals import FORWARDED, ignore
 
 _PR_SET_PDEATHSIG = 1
 # A process that is inside the kernel may stop later than it was told to.
@@ -90,6 +92,7 @@ def guard(
         for fd in (wake, waker, life_fd):
             os.close(fd)
         sys.exit(body())
+    ignore(FORWARDED)
     with contextlib.suppress(OSError):  # the process does the same; either may be first
         os.setpgid(pid, pid)
     close_all_but(wake, waker, life_fd)

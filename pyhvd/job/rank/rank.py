@@ -24,6 +24,7 @@ from pyhvd.job.process.exit_report import EXIT, INTERRUPT, SECONDARY, ExitReport
 from pyhvd.job.process.rank_line import ENTERING, RESULT, read_code, tell, tell_crashes, tell_report
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.job.rank.pickles import dump
+from pyhvd.job.rank.step_signals import leave_sigterm_to_agent
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 PATHS = "_PYHVD_JOB_PATHS"
@@ -50,6 +51,7 @@ def run_rank(control: socket.socket) -> int:
     launcher_hooks.tell_up = segments.remove_own
     rank_env = read_rank_env()
     assert rank_env is not None
+    leave_sigterm_to_agent(os.environ)
     set_defaults(rank_env, os.environ)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

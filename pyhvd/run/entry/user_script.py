@@ -36,6 +36,7 @@ from pyhvd.job.process.rank_line import (
     tell_report,
 )
 from pyhvd.job.rank.imports import offer_horovod, watch_mpi_import
+from pyhvd.job.rank.step_signals import leave_sigterm_to_agent
 from pyhvd.transport.mpi.ending import take_over, watch_abort
 
 
@@ -50,6 +51,7 @@ def run_rank(control: socket.socket) -> int:
     rank_env = read_rank_env()
     assert rank_env is not None
     known = read_generation(os.environ)
+    leave_sigterm_to_agent(os.environ)
     message = set_defaults(rank_env, os.environ)
     let_hangup_end(os.environ)  # the launcher alone sends SIGHUP, and knows of nohup
     if message is not None and rank_env.rank == 0 and (known is None or not known.number):
