@@ -23,6 +23,8 @@ from pyhvd.negotiation.messages import RequestType
 NAME = "elastic: "
 """Begins the names of these collectives."""
 _STORED_LOOK_S = 0.005
+# All hosts are told to leave within this time.
+_TOLD_S = 2.0
 # A commit that hosts lack is sent in pieces of so many bytes in all.
 _PIECE = 1 << 26
 
@@ -77,18 +79,32 @@ def any_rank(*, flag: bool) -> bool:
 
 def wait_until_stored(session: RankSession) -> str:
     """Wait until the newest commit is stored; return why it cannot be, empty if it is."""
-    why = ""
-    if rank() == 0:  # the host of rank 0 stores commits
-        newest = session.vault.newest()
-        assert newest is not None
-        session.vault.urged = newest.mark
-        while session.vault.stored < newest.mark:
-            mark, why = session.vault.store_failure
-            if mark >= newest.mark and why:
-                break
-            why = ""
-            time.sleep(_STORED_LOOK_S)
+    why = _wait_for_store(session) if rank() == 0 else ""
     return str(broadcast_object(why, 0, f"{NAME}stored"))
+
+
+def store_before_suspension(session: RankSession) -> str:
+    """Wait until the newest commit is stored if the job is suspended; return why it cannot be. On rank 0.
+
+    The agent of another host may have told its ranks sooner to leave: then it is not known here yet why.
+    """
+    until = time.monotonic() + _TOLD_S
+    while not session.shall_leave and time.monotonic() < until:
+        time.sleep(_STORED_LOOK_S)
+    return _wait_for_store(session) if session.vault.suspends else ""
+
+
+def _wait_for_store(session: RankSession) -> str:
+    """Wait on rank 0, whose host stores commits; return why the newest cannot be stored."""
+    newest = session.vault.newest()
+    assert newest is not None
+    session.vault.urged = newest.mark
+    while session.vault.stored < newest.mark:
+        mark, why = session.vault.store_failure
+        if mark >= newest.mark and why:
+            return why
+        time.sleep(_STORED_LOOK_S)
+    return ""
 
 
 def bring_from_rank_0(make: Callable[[], tuple[list[Any], bytes]]) -> Any:

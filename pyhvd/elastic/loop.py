@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import time
 from collections.abc import Callable
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from pyhvd.api.topology import rank
+from pyhvd.elastic import exchange
 from pyhvd.elastic.session import RankSession, current
 from pyhvd.elastic.state import State
 from pyhvd.errors import (
@@ -21,6 +23,8 @@ from pyhvd.errors import (
     StallError,
 )
 from pyhvd.job.errors import MadeRoom
+
+_log = logging.getLogger("pyhvd")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,7 +90,9 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
 
 def _make_room(session: RankSession) -> NoReturn:
-    """End this rank, whose state is committed: its agent starts the next generation."""
+    """End this rank, whose state is committed, for the next generation or a later run of the job."""
+    if session.stores and rank() == 0 and (why := exchange.store_before_suspension(session)):
+        _log.warning("the last commit is not stored: %s", why)
     session.vault.left = session.generation + 1
     raise MadeRoom(0)
 

@@ -50,6 +50,10 @@ class Interrupted(Exception):
         self.number = number
 
 
+class Suspended(Exception):
+    """All ranks have left an elastic job, and a later run of the job can go on; the text says from where."""
+
+
 class MadeRoom(SystemExit):
     """This rank has committed, and ends, so that another generation can begin."""
 

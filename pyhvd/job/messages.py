@@ -77,9 +77,13 @@ class Again(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Driver to agent of a host, in an elastic job: let the ranks commit and end at their next check."""
+    """Driver to agent of a host, in an elastic job: let the ranks commit and end at their next check.
+
+    If the job `suspends`, no other generation follows, and the commit must be stored.
+    """
 
     generation: int
+    suspends: bool = False
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -383,10 +387,14 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
 
 
 class Restored(msgspec.Struct, frozen=True, tag=True):
-    """Agent to driver: the number of the newest commit that it holds now; 0 and why if there is none."""
+    """Agent to driver: the number of the newest commit that it holds now; 0 and why if there is none.
+
+    The store is `empty` if it was read, and has no commit of the job.
+    """
 
     commit: int
     problem: str = ""
+    empty: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

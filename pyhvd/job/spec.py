@@ -74,11 +74,14 @@ class ElasticSpec:
         A shell command that each agent runs; exit code 0: its host will be taken away. Empty for none.
     store : StoreOrder or None
         The elastic store for commits; None without one.
+    resumable : bool
+        Whether stored commits stay for a later run of the job, unless the job finishes.
     """
 
     max_size: int = 0
     preemption_command: str = ""
     store: StoreOrder | None = None
+    resumable: bool = False
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,13 @@ def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> Elas
         "--reset-limit": elastic.reset_limit,
         "--preemption-command": elastic.preemption_command,
         "--elastic-store": elastic.store,
+        "--elastic-resume": elastic.resume,
     }
     lone = next((flag for flag, value in given.items() if value), None)
     if lone is not None and not elastic.wanted:
         parser.error(f"{lone} is for elastic jobs: give --min-np too")
+    if elastic.resume and not elastic.store:
+        parser.error("--elastic-resume goes on from the elastic store: give --elastic-store too")
     sizes = [n for n in (elastic.min_np, known.num_proc, elastic.max_np) if n is not None]
     if elastic.wanted and sizes != sorted(sizes):
         parser.error("--min-np, -n and --max-np: expected each to be at least the one before")

@@ -161,6 +161,8 @@ class ElasticOptions:
         The folder, as fsspec names it, in which commits are stored; empty without one.
     store_every : int
         Each `store_every`-th commit is stored.
+    resume : str
+        The absolute path of the resume file; empty without one.
     preload : tuple of str
         Modules that zygotes import besides those at the program's top.
     """
@@ -212,6 +214,12 @@ class ElasticOptions:
         " store are left out",
         positive_int,
         1,
+    )
+    resume: str = _elastic(
+        "--elastic-resume FILE: at SIGTERM, and when all hosts are drained, store a last commit and exit with"
+        " code 75; the next run with the same FILE goes on from the store",
+        os.path.abspath,
+        "",
     )
 
     @property

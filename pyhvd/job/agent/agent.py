@@ -354,6 +354,7 @@ class Agent:
         elif isinstance(message, Again):
             self._begin_again()
         elif isinstance(message, Leave) and self.host is not None:
+            self.host.vault.suspends = message.suspends
             self.host.vault.wished = message.generation
         else:
             self._hear_in_start(message)

@@ -109,7 +109,7 @@ def restore(vault: Vault, store: Callable[[], CommitStore], away_s: float = _AWA
                 return Restored(0, str(exc))
         time.sleep(min(_AGAIN_S, away_s))
     if found is None:
-        return Restored(0, "the store has no commit of this job")
+        return Restored(0, "the store has no commit of this job", empty=True)
     seal, data = found
     newest = vault.newest()
     if newest is None or newest.number < seal.number:

@@ -9,9 +9,9 @@ Invariants
    that the writer has written before: it is its successor, or a collective has finished between the two.
 2. The slot of the newest record is never written. A record is written after its slot, and has a checksum: one
    that was torn, or not written, leaves the older one the newest.
-3. `wished`, `suspends` and `ending` are written by the agent alone. `left` and `has_callbacks` are written by any rank of the host; all
-   ranks of one generation write the same value. The agent clears them between two generations. `urged` is
-   written by the first rank, `stored` by the process that stores commits
+3. `wished`, `suspends` and `ending` are written by the agent alone. `left` and `has_callbacks` are written by
+   any rank of the host; all ranks of one generation write the same value. The agent clears these five between
+   two generations. `urged` is written by the first rank, `stored` by the process that stores commits
    (:mod:`pyhvd.job.commits.store_process`). Each is one aligned word, which no reader sees half written.
 4. The memory of a commit exists before its record is cleared. A full machine is an error, and no SIGBUS.
 5. The process that stores commits reads a slot while ranks may write. A copy counts only if the slot's record

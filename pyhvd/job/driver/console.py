@@ -179,13 +179,13 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def noting_signals(noted: list[int]) -> Iterator[int]:
-    """Note this process's signals in a list; yield a descriptor that is readable after each of them."""
+def noting_signals(note: Callable[[int], None]) -> Iterator[int]:
+    """Call `note` with this process's signals; yield a descriptor that is readable after each of them."""
     numbers = [*to_handle(), signal.SIGCHLD, signal.SIGTSTP]
     before = {number: signal.getsignal(number) for number in numbers}
-    wake = wake_on_signals(lambda number, _: noted.append(number))
+    wake = wake_on_signals(lambda number, _: note(number))
     if before[signal.SIGTSTP] != signal.SIG_IGN:  # a shell without job control
-        signal.signal(signal.SIGTSTP, lambda number, _: noted.append(number))
+        signal.signal(signal.SIGTSTP, lambda number, _: note(number))
     try:
         yield wake
     finally:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyhvd.common.text import list_hosts
+from pyhvd.job.commits.resume_file import ResumeError, ResumeFile
 from pyhvd.job.connections import Standstill
 from pyhvd.job.driver.agent_source import AgentProcess, Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signals, wake_by
@@ -29,7 +30,7 @@ from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.held_commits import HeldCommits, Outcome, StateLostError
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
-from pyhvd.job.errors import Interrupted, LaunchError, RankError
+from pyhvd.job.errors import Interrupted, LaunchError, RankError, Suspended
 from pyhvd.job.machines.found_hosts import DiscoveryFailed, Found
 from pyhvd.job.machines.machine import Say
 from pyhvd.job.machines.membership import (
@@ -41,8 +42,10 @@ from pyhvd.job.machines.membership import (
     Membership,
     StartAgent,
     StartGeneration,
+    Suspend,
 )
 from pyhvd.job.machines.roster import Place
+from pyhvd.job.messages import Leave
 from pyhvd.job.mpi.rank_env import JOB
 from pyhvd.job.network.network_choice import Wanted
 from pyhvd.job.process.signals import ENDING
@@ -171,6 +174,8 @@ class ElasticJob:
     status : StatusLine, optional
         Shows how far the first start has come; None if a program has started this job, which then keeps its
         signals and stdin.
+    resume : ResumeFile, optional
+        Lets a later run of the job go on; SIGTERM to this process then suspends the job.
     last : Generation or None
         The last generation, which is over.
     """
@@ -182,6 +187,7 @@ class ElasticJob:
     output: Output
     say: Callable[[str], None]
     status: StatusLine | None = None
+    resume: ResumeFile | None = None
     last: Generation | None = None
     _kept: KeptAgents = field(default_factory=KeptAgents)  # without ranks
     _commit: int = 0  # the newest of which an agent has told
@@ -193,11 +199,14 @@ class ElasticJob:
     _running: Generation | None = None
     _finished: bool = False
     _signals: list[int] = field(default_factory=list)  # of which nobody has taken notice yet
+    _shall_suspend: bool = False
     _wake: int = -1  # readable after each of them
     _requests: DrainSocket | None = None
 
     def __post_init__(self) -> None:
         self.spec = dataclasses.replace(self.spec, env={**self.spec.env, JOB: secrets.token_hex(3)})
+        if self.resume is not None and self.resume.first:
+            self._holders = set()  # the store may have a commit of an earlier run
         with contextlib.suppress(OSError):  # without a private folder: hosts are drained by signals only
             self._requests = DrainSocket()
 
@@ -214,13 +223,22 @@ class ElasticJob:
             Ranks fail again and again.
         Interrupted
             A signal ended the job.
+        Suspended
+            The ranks have committed and left; a later run goes on.
         """
-        noting = contextlib.nullcontext(-1) if self.status is None else noting_signals(self._signals)
+        noting = contextlib.nullcontext(-1) if self.status is None else noting_signals(self._note_signal)
         try:
             with noting as self._wake:
                 self._serve()
         except _GaveUp as exc:
             raise exc.error from None
+
+    def _note_signal(self, number: int) -> None:
+        """Note a signal; the first SIGTERM suspends a job that can be resumed."""
+        if number == signal.SIGTERM and self.resume is not None and not self._shall_suspend:
+            self._shall_suspend = True
+        else:
+            self._signals.append(number)
 
     def _serve(self) -> None:
         while not self._finished:
@@ -273,6 +291,8 @@ class ElasticJob:
         self._look_at_discovery(now)
         self._look_at_agents(now)
         self._look_at_notices()
+        if self._shall_suspend:
+            self.membership.suspend("the launcher got SIGTERM")
         if self._running is not None:
             self.membership.committed(self._running.held.commits, now)
         for action in self.membership.tick(now):
@@ -283,15 +303,22 @@ class ElasticJob:
             elif isinstance(action, EndAgent):
                 self._end_agent(action.host)
             elif isinstance(action, AskToLeave) and self._running is not None:
-                self._running.driver.ask_to_leave(action.number)
+                self._running.driver.ask_to_leave(Leave(action.number, action.suspends))
             elif isinstance(action, EndGeneration):
                 raise _EndNow
             elif isinstance(action, GiveUp):
                 raise _GaveUp(action.error)
             elif isinstance(action, Finish):
                 self._finished = True
+            elif isinstance(action, Suspend):
+                raise _GaveUp(self._suspended())
             elif isinstance(action, Say):
                 self.say(action.text)
+
+    def _suspended(self) -> Suspended:
+        begin = f"commit {self._commit}" if self._commit else "the beginning"
+        path = "" if self.resume is None else f" with --elastic-resume {self.resume.path}"
+        return Suspended(f"pyhvd: the job is suspended: the next run{path} goes on from {begin}")
 
     def _look_at_discovery(self, now: float) -> None:
         if self.discovery is None:
@@ -376,7 +403,7 @@ class ElasticJob:
         held = HeldCommits(begins.number, self._commit, self._holders)
         terminal = None
         if self.status is not None:
-            terminal = Terminal(self.status, reads=begins.number == 0, signals=self._signals)
+            terminal = Terminal(self.status, reads=self.last is None, signals=self._signals)
         console = Console(self.say, self.say, terminal)
         driver = GenerationDriver(self.spec, source, self.output, console, network, held, self._step)
         if terminal is not None:
@@ -385,6 +412,11 @@ class ElasticJob:
 
     def _run(self, begins: StartGeneration) -> None:
         """Run one generation to its end, and tell the machine how it ended."""
+        if self.resume is not None:
+            try:
+                self.resume.note(begins.number)
+            except ResumeError as exc:
+                raise _GaveUp(LaunchError(str(exc))) from exc
         running = self._running = self._make(begins)
         driver, failure = running.driver, None
         try:

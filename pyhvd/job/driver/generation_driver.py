@@ -193,7 +193,7 @@ class GenerationDriver:
     _by_rank: dict[int, Peer] = field(default_factory=dict)
     _exceptions: dict[int, bytes] = field(default_factory=dict)
     _results: defaultdict[int, bytearray] = field(default_factory=lambda: defaultdict(bytearray))
-    _asked: int = 0  # the generation for which the ranks shall leave; 0 if they need not
+    _asked: Leave | None = None  # what the ranks were asked
     _settling: set[Peer] = field(default_factory=set)  # agents that have not yet said Hello after Again
     _stop_reason: str | None = None  # why the agents are being stopped; None before
     _done: bool = False
@@ -283,12 +283,12 @@ class GenerationDriver:
             self.connections.turn()
             self._rendezvous.check(time.monotonic())
 
-    def ask_to_leave(self, generation: int) -> None:
-        """Ask the ranks to end at their next commit or check, for a later generation."""
-        self._asked = generation
+    def ask_to_leave(self, wish: Leave) -> None:
+        """Ask the ranks to end at their next commit or check."""
+        self._asked = wish
         for peer in self.connections.peers:
             if peer.connection.authenticated:
-                peer.send(Leave(generation))
+                peer.send(wish)
 
     def settle(self) -> None:
         """End the ranks that are left, show their output, and wait for each host's newest commit.
@@ -423,7 +423,7 @@ class GenerationDriver:
         if self._terminal is not None:
             first = self._by_rank[0]
             first.feed = chain(first.feed, self._terminal.input_for(first, self.selector))
-        if self._asked:  # an agent that had no ranks yet may have ignored the request
+        if self._asked is not None:  # an agent that had no ranks yet may have ignored the request
             self.ask_to_leave(self._asked)
 
     def _start_message(self, placement: RankPlacement) -> Start:

@@ -42,7 +42,8 @@ class HeldCommits:
         The newest commit of which the launcher has heard.
     holders : set of str or None
         The hosts that had ranks in the last generation, and whose agents are not known to be lost; None if no
-        generation has had ranks. Once ranks are started, the same for the next generation.
+        generation has had ranks, here or in an earlier run. Once ranks are started, the same for the next
+        generation.
     outcome : Outcome
         How this generation is over, if it has not failed.
     began_from : int or None
@@ -66,6 +67,7 @@ class HeldCommits:
     _asks_store: bool = False
     _restored: bool = False
     _store_problem: str = ""
+    _store_empty: bool = False
     _held: int = 0  # the newest commit on hosts, before the store was asked
 
     @property
@@ -87,7 +89,7 @@ class HeldCommits:
             if message.leaves:
                 self.leaving[host] = message.leaves
         elif isinstance(message, Restored):
-            self._restored, self._store_problem = True, message.problem
+            self._restored, self._store_problem, self._store_empty = True, message.problem, message.empty
             if message.commit > self._held:  # beats may have told of it already
                 say(f"pyhvd: commit {message.commit} comes from the store")
             self._take(host, message.commit)
@@ -114,6 +116,8 @@ class HeldCommits:
                 other = f", and the store cannot provide it: {self._store_problem}" if self._restored else ""
                 raise StateLostError(f"{lost}, and no other host holds the state{other}")
             say(f"pyhvd: {lost}: ranks go on from commit {newest}")
+        elif self._store_problem and not (self._store_empty or newest):  # the first ranks of a later run
+            raise StateLostError(f"the job cannot be resumed: {self._store_problem}")
         self.began_from = newest
         self.holders = hosts
 

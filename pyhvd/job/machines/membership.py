@@ -26,6 +26,8 @@ Rules
 7. The loss of a host counts among the failures in a row only if it was lost since the last commit before. So
    the loss of many hosts does not end the job, but a program that brings down its hosts does.
 8. At the reset limit only a failure or a drained host ends a generation; then the job ends.
+9. A job that is suspended lets its ranks commit and leave, and ends. A job that can be resumed is suspended
+   when all its hosts are drained.
 """
 
 from __future__ import annotations
@@ -85,9 +87,10 @@ class StartGeneration:
 
 @dataclass(frozen=True)
 class AskToLeave:
-    """Ask all ranks to make room for the generation of this number."""
+    """Ask all ranks to make room for the generation of this number; if the job `suspends`, for none."""
 
     number: int
+    suspends: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,14 @@ class Finish:
     """All ranks have returned: end all agents."""
 
 
-Action = StartAgent | EndAgent | StartGeneration | AskToLeave | EndGeneration | GiveUp | Finish | Say
+@dataclass(frozen=True)
+class Suspend:
+    """All ranks have left, for a later run of the job: end all agents."""
+
+
+Action = (
+    StartAgent | EndAgent | StartGeneration | AskToLeave | EndGeneration | GiveUp | Finish | Suspend | Say
+)
 
 
 class _Stage(Enum):
@@ -151,26 +161,27 @@ class Membership:
         self._discovered = False
         self._stage = _Stage.WAITING
         self._moves = deque[str](maxlen=_STORY)
-        self._number = -1  # of the last generation
+        self._number = limits.first - 1  # of the last generation
         self._places: tuple[Place, ...] = ()  # of the last generation
         self._since = self._news_at = now  # the wait began; hosts were found, or came up
         self._told = False  # whom the job waits for
         self._reason = ""  # of the last generation's end, if it failed
         self._cause: Exception | None = None
         self._leave_by = math.inf
+        self._suspending = self._told_to_suspend = False
         self._down_at = math.inf  # since then the ranks do no work
         self._resized_at = -math.inf
         self._failures: list[Exception] = []  # since the newest commit
         self._lost: set[str] = set()  # hosts, since the newest commit
         self._troubles: dict[str, float] = {}
         self._queue: list[Action] = []
-        self._end: GiveUp | Finish | None = None
+        self._end: GiveUp | Finish | Suspend | None = None
         self._over = False
         self._order = count()
 
     @property
     def number(self) -> int:
-        """The number of the last generation that was started; -1 before."""
+        """The number of the last generation that was started; before, one less than the first one's."""
         return self._number
 
     @property
@@ -269,6 +280,12 @@ class Membership:
             self._queue.append(Say(f"pyhvd: host {host} is drained{why and ': ' + why}"))
         return known is not None
 
+    def suspend(self, why: str) -> None:
+        """Let the ranks commit and leave; the job ends then."""
+        if not self._suspending:
+            self._suspending = True
+            self._queue.append(Say(f"pyhvd: {why}: the ranks leave at their next commit or check"))
+
     def _lose(self, host: str, why: str, now: float, jitter: float) -> str:
         """Leave a host out; return a text that says why and for how long, empty if it had no agent."""
         known = self._roster[host]
@@ -365,7 +382,7 @@ class Membership:
     # ---- decisions
 
     def tick(self, now: float) -> list[Action]:
-        """Return what is to be done at this time; GiveUp or Finish is the last action of a job."""
+        """Return what is to be done at this time; the last action is GiveUp, Finish or Suspend."""
         if self._over:
             return []
         actions: list[Action] = []
@@ -382,14 +399,17 @@ class Membership:
     def _wait(self, now: float) -> Iterator[Action]:
         """Start the next generation, if there are enough slots and restarts."""
         limits = self._limits
+        if self._suspends:
+            self._end = Suspend()
+            return
         if self._is_at_limit:
-            text = f"the ranks were started again {self._number} times, as often as"
+            text = f"the ranks were started again {self._number - limits.first} times, as often as"
             text += f" {limits.name_of(RESET_LIMIT)} allows"
             yield Say(f"pyhvd: {text}; last: {self._reason or 'the hosts have changed'}")
             self._give_up(self._cause or LaunchError(f"{text}, and the hosts have changed"))
             return
         patience, option = limits.elastic_timeout, ELASTIC_TIMEOUT
-        if self._number < 0 and limits.start_timeout is not None:
+        if self._number < limits.first and limits.start_timeout is not None:
             patience, option = limits.start_timeout, START_TIMEOUT
         late = now >= self._since + patience
         places = self._roster.plan(now, {})
@@ -398,21 +418,21 @@ class Membership:
         elif late or (self._fixed and self._roster.is_hopeless()):
             waited = f" after {patience:g} s ({limits.name_of(option)})" if late else ""
             self._give_up(LaunchError(f"too few hosts{waited}: {self._roster.describe_missing(now)}"))
-        elif not self._told and (self._number >= 0 or now >= self._since + _QUIET_S):
+        elif not self._told and (self._number >= limits.first or now >= self._since + _QUIET_S):
             self._told = True
             missing = self._roster.describe_missing(now).replace("\n", "; ")
             yield Say(f"pyhvd: waiting up to {patience:g} s for hosts: {missing}")
 
     def _may_start(self, places: tuple[Place, ...], now: float) -> bool:
         """Return whether the ranks start in these places; see rule 3."""
-        if self._number >= 0 or size_of(places) >= self._limits.start_np:
+        if self._number >= self._limits.first or size_of(places) >= self._limits.start_np:
             return True
         starting = any(host.agent is AgentState.STARTING or host.can_start(now) for host in self._roster)
         return not starting and now >= self._news_at + _QUIET_S
 
     def _start(self, places: tuple[Place, ...], now: float) -> Iterator[Action]:
         self._number += 1
-        if self._number:
+        if self._number > self._limits.first:
             reason = self._reason or describe_change(self._places, places)
             begin = f"commit {self._roster.newest}" if self._roster.newest else "the beginning"
             waited = now - self._down_at
@@ -420,6 +440,8 @@ class Membership:
                 f"pyhvd: generation {self._number}: {describe_size(places)}, from {begin}"
                 f"{f', after {waited:.1f} s' if waited >= _WAITED_S else ''}: {reason}"
             )
+        elif self._number:
+            yield Say(f"pyhvd: generation {self._number}: {describe_size(places)}: the job is resumed")
         elif size_of(places) < self._limits.start_np:
             yield Say(f"pyhvd: {describe_size(places)} to begin with, of {self._limits.start_np}")
         self._move("there are places", now)
@@ -434,14 +456,16 @@ class Membership:
         """Ask the ranks to leave, if the next generation would differ; kill them if they must and do not."""
         if self._stage is _Stage.ENDING:
             return
-        needed = self._is_needed(self._roster.plan(now, {}), now)
+        needed = self._suspends or self._is_needed(self._roster.plan(now, {}), now)
         may_grow = now >= self._resized_at + _RESIZE_S and not self._is_at_limit
         grows = may_grow and size_of(self._roster.plan(now, self._placed)) > size_of(self._places)
         if self._stage is _Stage.RUNNING and (needed or grows):
             self._move("the hosts change", now)
             self._resized_at = self._resized_at if needed else now
-            yield AskToLeave(self._number + 1)
+            yield self._ask_to_leave()
         if self._stage is _Stage.LEAVING:
+            if self._suspends and not self._told_to_suspend:
+                yield self._ask_to_leave()
             self._leave_by = min(self._leave_by, now + _LEAVE_S) if needed else math.inf
             if now >= self._leave_by:
                 self._move("ranks do not leave", now)
@@ -458,10 +482,21 @@ class Membership:
                 return True
         return False
 
+    def _ask_to_leave(self) -> AskToLeave:
+        self._told_to_suspend = self._suspends
+        return AskToLeave(self._number + 1, self._suspends)
+
+    @property
+    def _suspends(self) -> bool:
+        """Whether no generation follows; see rule 9."""
+        hosts = list(self._roster)
+        drained = bool(hosts) and all(host.drained for host in hosts)
+        return self._suspending or (self._limits.resumable and drained)
+
     @property
     def _is_at_limit(self) -> bool:
         limit = self._limits.reset_limit
-        return limit is not None and self._number >= limit
+        return limit is not None and self._number - self._limits.first >= limit
 
     @property
     def _placed(self) -> dict[str, int]:

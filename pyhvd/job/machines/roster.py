@@ -39,6 +39,10 @@ class ElasticLimits:
         Whether a host is left out whose ranks fail again and again.
     start_timeout : float or None
         How long the first generation waits for `min_np` slots; None: `elastic_timeout`.
+    first : int
+        The number of the first generation: more than 0 if an earlier run of the job had some.
+    resumable : bool
+        Whether the job is suspended, for a later run, when all its hosts are drained.
     name_of : NameOf
         The names of options in errors.
     """
@@ -51,6 +55,8 @@ class ElasticLimits:
     cooldown: tuple[float, float] | None = (10.0, 300.0)
     leaves_out: bool = True
     start_timeout: float | None = None
+    first: int = 0
+    resumable: bool = False
     name_of: NameOf = flag_of
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pyhvd.job.agent.host_facts import gather
+from pyhvd.job.commits.resume_file import ResumeError, ResumeFile
 from pyhvd.job.commits.store import CommitStore, StoreError, open_folder
 from pyhvd.job.driver.agent_source import AgentCommand, Checked, HostSlots
 from pyhvd.job.driver.console import StatusLine, log_warning
@@ -99,8 +100,9 @@ class CommandStarter(AgentStarter):
 
     def close(self) -> None:
         """See :meth:`AgentStarter.close`."""
-        if self.spec.elastic is not None and self.spec.elastic.store is not None:
-            clear_store(self.spec.elastic.store)
+        elastic = self.spec.elastic
+        if elastic is not None and elastic.store is not None and not elastic.resumable:
+            clear_store(elastic.store)
 
     def _placed(self, places: Sequence[Place]) -> JobHosts:
         placed, first = [], 0
@@ -135,12 +137,23 @@ def run(options: Options, selection: HostSelection | None = None) -> int:
 
     def serve(output: Output, files: RankFiles, status: StatusLine) -> None:
         program = make_program(options, elastic.preload)
-        store = make_store(elastic.store, elastic.store_every, of_stores(program.env))
+        resume = _resume_file(elastic.resume)
+        store = make_store(elastic.store, elastic.store_every, of_stores(program.env), resume)
         spec = elastic_spec(options, program.dump(), store)
-        with begin(options, selection, spec, output, files, status) as job:
+        with begin(options, selection, spec, output, files, status, resume) as job:
             job.serve()
+        if resume is not None and store is not None:  # the job has finished
+            clear_store(store)
+            resume.remove()
 
     return show_job(options, elastic.max_np or size, serve)
+
+
+def _resume_file(path: str) -> ResumeFile | None:
+    try:
+        return ResumeFile(path) if path else None
+    except ResumeError as exc:
+        raise LaunchError(str(exc)) from exc
 
 
 @contextlib.contextmanager
@@ -151,6 +164,7 @@ def begin(
     output: Output,
     files: RankFiles,
     status: StatusLine | None = None,
+    resume: ResumeFile | None = None,
 ) -> Iterator[ElasticJob]:
     """Begin an elastic job; end its agents at the end of the context.
 
@@ -168,6 +182,8 @@ def begin(
         The files of the output.
     status : StatusLine, optional
         Of pyhvdrun; without it the log gets the job's own lines.
+    resume : ResumeFile, optional
+        Lets a later run of the job go on.
     """
     say = log_warning if status is None else status.say
     size, elastic = _size_of(options, selection), options.elastic
@@ -178,6 +194,8 @@ def begin(
         reset_limit=elastic.reset_limit,
         elastic_timeout=elastic.timeout,
         cooldown=elastic.cooldown,
+        first=0 if resume is None else resume.first,
+        resumable=resume is not None,
         name_of=options.name_of,
     )
     files.make(limits.min_np)  # before anything is started
@@ -193,7 +211,7 @@ def begin(
             agent = selection.placed.agent
         membership = Membership(limits, time.monotonic(), fixed)
         starter = CommandStarter(options, agent, known, files, spec, say)
-        job = ElasticJob(spec, membership, starter, discovery, output, say, status)
+        job = ElasticJob(spec, membership, starter, discovery, output, say, status, resume)
         yield stack.enter_context(contextlib.closing(job))
 
 
@@ -217,11 +235,13 @@ def elastic_spec(
 ) -> JobSpec:
     """Return what the ranks of an elastic job run."""
     elastic = options.elastic
-    own = ElasticSpec(elastic.max_np or 0, elastic.preemption_command, store)
+    own = ElasticSpec(elastic.max_np or 0, elastic.preemption_command, store, bool(elastic.resume))
     return replace(spec_of(options, code, function=function), elastic=own)
 
 
-def make_store(url: str, every: int, env: list[tuple[bytes, bytes]]) -> StoreOrder | None:
+def make_store(
+    url: str, every: int, env: list[tuple[bytes, bytes]], resume: ResumeFile | None = None
+) -> StoreOrder | None:
     """Return where commits are stored; None without a URL.
 
     Parameters
@@ -232,6 +252,8 @@ def make_store(url: str, every: int, env: list[tuple[bytes, bytes]]) -> StoreOrd
         Each `every`-th commit is stored.
     env : list of (bytes, bytes)
         The variables that fsspec needs on the hosts.
+    resume : ResumeFile, optional
+        Names the job, and has its secret; without it the job is a new one.
 
     Raises
     ------
@@ -247,6 +269,8 @@ def make_store(url: str, every: int, env: list[tuple[bytes, bytes]]) -> StoreOrd
     is_local = "file" in ((files.protocol,) if isinstance(files.protocol, str) else files.protocol)
     # A relative folder is one of this directory. Other URLs may say more than protocol and path.
     place = files.unstrip_protocol(folder) if is_local else url
+    if resume is not None:
+        return StoreOrder(place, resume.job, resume.key, every, env)
     return StoreOrder(place, secrets.token_hex(6), secrets.token_bytes(32), every, env)
 
 

@@ -25,7 +25,7 @@ from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signa
 from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output, is_terminal
-from pyhvd.job.errors import Interrupted, LaunchError, RankError
+from pyhvd.job.errors import Interrupted, LaunchError, RankError, Suspended
 from pyhvd.job.mpi.flavour import INSTALL, Flavour, find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, to_send
@@ -65,7 +65,7 @@ def run(options: Options, placed: JobHosts) -> int:
         terminal = Terminal(status)
         console = Console(status.say, status.say, terminal)
         driver, _ = make_driver(options, spec, placed, output, console)
-        with noting_signals(terminal.signals) as wake, ending(driver):
+        with noting_signals(terminal.signals.append) as wake, ending(driver):
             wake_by(driver.selector, wake)
             driver.serve()
 
@@ -92,6 +92,9 @@ def show_job(options: Options, most: int, serve: Callable[[Output, RankFiles, St
     except RankError as exc:
         say(str(exc))
         return exc.code
+    except Suspended as exc:
+        say(str(exc))
+        return os.EX_TEMPFAIL
     except Interrupted as exc:
         if str(exc):
             say(str(exc))

@@ -169,6 +169,8 @@ def test_the_newest_commit_comes_back(vault: Vault) -> None:
 
 def test_nothing_comes_back(vault: Vault) -> None:
     store: Any = ListedStore()
-    assert restore(vault, lambda: store, 0.0) == Restored(0, "the store has no commit of this job")
+    assert restore(vault, lambda: store, 0.0) == Restored(
+        0, "the store has no commit of this job", empty=True
+    )
     store.away = True
     assert restore(vault, lambda: store, 0.0) == Restored(0, "it is away")

@@ -66,3 +66,19 @@ def test_a_lost_host_holds_nothing_and_counts_only_while_ranks_run() -> None:
     made.lose("a", "is lost", counts=True)
     made.lose("b", "the job is over", counts=False)
     assert (made.holders, made.lost) == (set(), {"a": "is lost"})
+
+
+def test_a_later_run_asks_the_store_and_does_not_begin_anew_if_that_cannot_be_read() -> None:
+    answers = [Restored(7), Restored(0, "empty", empty=True), Restored(0, "away")]
+    begun = []
+    for answer in answers:
+        made = HeldCommits(4, 0, set(), commits={"a": 0})
+        assert made.asks_store(STORE)
+        made.hear("a", answer, print)
+        if answer.problem == "away":
+            with pytest.raises(StateLostError, match="the job cannot be resumed: away"):
+                made.begin({"a"}, print)
+        else:
+            made.begin({"a"}, print)
+            begun.append(made.began_from)
+    assert begun == [7, 0]

@@ -23,6 +23,7 @@ from pyhvd.job.machines.membership import (
     Membership,
     StartAgent,
     StartGeneration,
+    Suspend,
 )
 from pyhvd.job.machines.roster import ElasticLimits, Place
 from pyhvd.job.spec import argument_of
@@ -859,3 +860,48 @@ def test_a_host_whose_ranks_fail_often_stays_if_it_would_not_come_back() -> None
     for number in range(1, 6):
         job.machine.committed({"a": number, "b": number}, job.now)
         assert job.fail("b") == start(number, a=1, b=1)
+
+
+def test_a_job_that_is_suspended_ends_when_its_ranks_have_left() -> None:
+    job = Job({"a": 2, "b": 2})
+    job.commit(3, "ab")
+    job.machine.suspend("the launcher got SIGTERM")
+    job.machine.suspend("the launcher got SIGTERM")
+    assert job.tick() == [AskToLeave(1, suspends=True)]
+    assert job.said[-1] == "pyhvd: the launcher got SIGTERM: the ranks leave at their next commit or check"
+    assert job.leave() == [Suspend()]
+
+
+def test_ranks_of_a_suspended_job_that_do_not_leave_are_ended() -> None:
+    job = Job({"a": 2})
+    job.machine.suspend("the launcher got SIGTERM")
+    job.tick()
+    assert job.tick(LEAVE_S) == [EndGeneration()]
+
+
+def test_ranks_that_leave_already_are_told_that_the_job_is_suspended() -> None:
+    job = Job({"a": 2, "b": 2})
+    job.machine.drain("a")
+    assert job.tick() == [AskToLeave(1)]
+    job.machine.suspend("the launcher got SIGTERM")
+    assert job.tick() == [AskToLeave(1, suspends=True)]
+    assert job.tick() == []
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_job_whose_hosts_are_all_drained_is_suspended_if_it_can_be_resumed(resumable: bool) -> None:
+    job = Job({"a": 1, "b": 1}, resumable=resumable)
+    job.machine.drain("a")
+    job.machine.drain("b")
+    assert job.tick() == [AskToLeave(1, suspends=resumable)]
+    (end,) = job.leave()
+    assert isinstance(end, Suspend if resumable else GiveUp)
+
+
+def test_a_job_that_is_resumed_counts_its_generations_on() -> None:
+    job = Job({"a": 1}, first=4, reset_limit=1)
+    assert job.started == start(4, a=1)
+    assert job.said == ["pyhvd: generation 4: 1 rank on 1 host: the job is resumed"]
+    assert job.fail("a") == start(5, a=1)
+    job.fail("a")
+    assert "the ranks were started again 1 times" in job.said[-1]
