@@ -56,8 +56,8 @@ class StoreOrder(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """Agent of a host to driver, first: the versions of its pyhvd and its Python, and its wall-clock time.
 
-    `commit` is the number of the newest commit that it holds, in an elastic job. `task` is the id of its task
-    in Spark.
+    `commit` is the number of the newest commit that it holds, in an elastic job. `task` is the
+    number by which its starter tells it from the job's others: in Spark, the id of its task.
     """
 
     pyhvd: str

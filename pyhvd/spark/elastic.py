@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,10 +12,11 @@ from typing import Any, TextIO
 
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.driver.agent_source import AgentProcess, Checked, HostSlots
-from pyhvd.job.driver.arrivals import Arrivals, TaskAgent
+from pyhvd.job.driver.arrivals import Arrivals, ArrivedAgent
 from pyhvd.job.driver.console import log_warning
 from pyhvd.job.driver.elastic_job import AgentStarter, ElasticJob
 from pyhvd.job.driver.output import Output
+from pyhvd.job.machines.member_host import FoundHost
 from pyhvd.job.machines.membership import Membership
 from pyhvd.job.machines.roster import ElasticLimits, Place
 from pyhvd.job.messages import Facts
@@ -103,7 +105,7 @@ def _serve(
     context, conf = call.context, call.conf
     bound, announced = call.driver_hosts()
     secret = Secret()
-    with shown as output, contextlib.closing(Arrivals(secret, bound)) as arrivals:
+    with shown as output, contextlib.closing(Arrivals(secret, bound, _task_names())) as arrivals:
         addresses = list(zip(announced, arrivals.ports, strict=True))
         most_failures = int(conf.get("spark.task.maxFailures", _MOST_FAILURES))
         task = ElasticTask(addresses, secret, call.executable, most_failures, broadcasts)
@@ -122,6 +124,12 @@ def _serve(
             _end(spark, arrivals)
             if spec.elastic.store is not None:
                 clear_store(spec.elastic.store)
+
+
+def _task_names() -> Callable[[int, str], FoundHost]:
+    """Return what makes a host of one slot of each task, with a name that no other task had."""
+    count = itertools.count()
+    return lambda _, address: FoundHost(f"task {next(count)} on {address}", 1)
 
 
 def _renamed(which: str, value: int | None, old: int | None) -> int | None:
@@ -206,13 +214,13 @@ class _TaskStarter(AgentStarter):
         """See :meth:`AgentStarter.command`."""
         return [host]
 
-    def start(self, command: Sequence[str]) -> TaskAgent:
+    def start(self, command: Sequence[str]) -> ArrivedAgent:
         """See :meth:`AgentStarter.start`."""
         return self.arrivals.agent(command[0])
 
     def end(self, host: str, agent: AgentProcess) -> None:
         """Let Spark start the task again on another executor, if this one is being decommissioned."""
-        if self.watch is not None and host in self.watch.leaving and isinstance(agent, TaskAgent):
+        if self.watch is not None and host in self.watch.leaving and isinstance(agent, ArrivedAgent):
             agent.stop(DECOMMISSIONED)
         super().end(host, agent)
 
@@ -230,7 +238,7 @@ class _TaskStarter(AgentStarter):
         """Return the tasks whose executors are being decommissioned."""
         if self.watch is None:
             return {}
-        self.watch.tasks = tasks = self.arrivals.tasks
+        self.watch.tasks = tasks = self.arrivals.numbers
         return dict.fromkeys(sorted(self.watch.leaving & tasks.keys()), DECOMMISSIONED)
 
     def why_over(self, number: int, now: float) -> Exception | None:

@@ -1,28 +1,24 @@
 """The function that Spark runs for each task of an elastic job: it has an agent beside it, a process.
 
-The agent, :mod:`pyhvd.spark.elastic_agent`, holds what its rank commits. The failure of a rank ends
+The agent, :mod:`pyhvd.job.agent.arriving_agent`, holds what its rank commits. The failure of a rank ends
 neither the agent nor the task. A lost executor's tasks are started again by Spark, as other hosts. So is the
 task of a drained executor, which fails for that.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pyhvd.job.agent.arriving_agent import GO_ON_ELSEWHERE, start_agent
 from pyhvd.job.mpi.rank_env import own_environment
 from pyhvd.spark.task_body import describe_task
 from pyhvd.transport.tcp.connection import Address, Secret
 
 DECOMMISSIONED = "its executor is being decommissioned"
 """The reason by which the driver stops an agent whose task shall run on another executor."""
-GO_ON_ELSEWHERE = 75
-"""The exit code of such an agent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +50,11 @@ class ElasticTask:
         tuple(partition)
         context, variables = describe_task(self.broadcasts)
         salt = {"PYHVD_HOST_SALT": os.environ.get("PYHVD_SPARK_HOST_SALT", "")}
-        agent = subprocess.Popen(
-            [self.executable or sys.executable, "-P", "-m", "pyhvd.spark.elastic_agent"],
-            stdin=subprocess.PIPE,
-            stdout=2,  # the worker's stdout is Spark's
-            env=own_environment(os.environ) | variables | salt,
+        agent = start_agent(
+            *(self.addresses, self.secret, context.taskAttemptId()),
+            *(own_environment(os.environ) | variables | salt, self.executable, DECOMMISSIONED),
         )
-        told = {
-            "key": self.secret.reveal().hex(),
-            "addresses": self.addresses,
-            "task": context.taskAttemptId(),
-        }
-        agent.communicate(json.dumps(told).encode())
+        agent.wait()
         if agent.returncode == GO_ON_ELSEWHERE:
             if context.attemptNumber() + 1 < self.most_failures:
                 raise RuntimeError(f"{DECOMMISSIONED}: the task shall run on another one")

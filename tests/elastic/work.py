@@ -13,7 +13,7 @@ import numpy as np
 
 import pyhvd as hvd
 
-AGENTS = {b"pyhvd.job.agent.host_agent", b"pyhvd.spark.elastic_agent"}
+AGENTS = {b"pyhvd.job.agent.host_agent", b"pyhvd.job.agent.arriving_agent"}
 STEPS = 30
 SUM = STEPS * (STEPS + 1) / 2
 HELD_S = 5

@@ -151,7 +151,7 @@ def serve_on(driver: Connection, task: int = -1) -> str:
     driver : Connection
         The connection.
     task : int
-        The id of this agent's task in Spark.
+        What this agent says as :attr:`Hello.task`.
 
     Returns
     -------

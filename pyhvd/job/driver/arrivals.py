@@ -1,4 +1,4 @@
-"""The agents of an elastic job in Spark: tasks that connect to the driver, each a host with one slot.
+"""Agents that connect to the driver by themselves: each belongs to a task of Spark, or to an actor of Ray.
 
 The driver looks at its sockets when :meth:`Arrivals.take` is called, in the thread that calls it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pyhvd.job.driver.agent_source import END_S
 from pyhvd.job.driver.discovery import INTERVAL_S
@@ -21,8 +21,8 @@ from pyhvd.transport.tcp.session import ChannelError, Role, Session
 _MOST_STRANGERS = 64
 
 
-class TaskAgent:
-    """The agent of a task that has connected; see :class:`~pyhvd.job.driver.agent_source.AgentProcess`.
+class ArrivedAgent:
+    """An agent that has connected; see :class:`~pyhvd.job.driver.agent_source.AgentProcess`.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class TaskAgent:
         self.connection = connection
 
     def fileno(self) -> int:
-        """Return -1: what the agent writes to stderr is Spark's."""
+        """Return -1: what the agent writes to stderr is its starter's."""
         return -1
 
     def listen(self) -> bool:
@@ -42,7 +42,7 @@ class TaskAgent:
         return False
 
     def end(self, patience: float = END_S) -> tuple[int, str]:  # noqa: ARG002
-        """End the channel: the agent then ends by itself, and its task with it."""
+        """End the channel: the agent then ends by itself, and its starter with it."""
         self.connection.close()
         return 0, ""
 
@@ -56,7 +56,7 @@ class TaskAgent:
 
 
 class Arrivals:
-    """Finds the tasks that have connected; in place of a :class:`~pyhvd.job.driver.discovery.Discovery`.
+    """Finds the agents that have connected; in place of a :class:`~pyhvd.job.driver.discovery.Discovery`.
 
     Parameters
     ----------
@@ -64,14 +64,18 @@ class Arrivals:
         The job's key, which an agent must hold.
     addresses : sequence of str
         The addresses to listen on.
+    describe : callable
+        Returns the host of an agent from the number that it was given and its address.
     """
 
-    def __init__(self, secret: Secret, addresses: Sequence[str]) -> None:
+    def __init__(
+        self, secret: Secret, addresses: Sequence[str], describe: Callable[[int, str], FoundHost]
+    ) -> None:
         self._secret = secret
         self._listeners = [listen(address, _MOST_STRANGERS) for address in addresses]
         self._strangers: list[tuple[Connection, str]] = []
-        self._known: dict[str, tuple[Connection, int]] = {}  # the channels and the ids of tasks, by name
-        self._count = 0
+        self._describe = describe
+        self._known: dict[str, tuple[FoundHost, Connection, int]] = {}
         self._next = 0.0
 
     @property
@@ -80,33 +84,33 @@ class Arrivals:
         return [listener.getsockname()[1] for listener in self._listeners]
 
     @property
-    def tasks(self) -> dict[str, int]:
-        """The ids, as Spark has them, of the tasks that were found last."""
-        return {name: task for name, (_, task) in self._known.items()}
+    def numbers(self) -> dict[str, int]:
+        """The numbers of the agents that were found last, by the names of their hosts."""
+        return {name: number for name, (_, _, number) in self._known.items()}
 
     def take(self) -> list[Found | DiscoveryFailed]:
-        """Return the tasks whose agents are connected, once a second, and whenever there are others."""
+        """Return the hosts whose agents are connected, once a second, and whenever there are others."""
         changed = self._know_strangers()  # before others come in their place
         for listener in self._listeners:
             self._accept(listener)
         changed |= self._know_strangers()
-        gone = [name for name, (connection, _) in self._known.items() if not connection.open]
+        gone = [name for name, (_, connection, _) in self._known.items() if not connection.open]
         for name in gone:
             del self._known[name]
         now = time.monotonic()
         if not self._known or not (changed or gone or now >= self._next):
             return []
         self._next = now + INTERVAL_S
-        return [Found(tuple(FoundHost(name, 1) for name in self._known), ())]
+        return [Found(tuple(host for host, _, _ in self._known.values()), ())]
 
-    def agent(self, name: str) -> TaskAgent:
-        """Return a task's agent, which the caller must close; raise OSError if it is gone."""
+    def agent(self, name: str) -> ArrivedAgent:
+        """Return a host's agent, which the caller must close; raise OSError if it is gone."""
         if name not in self._known:
-            raise OSError("the task has ended")
-        return TaskAgent(self._known[name][0])
+            raise OSError("it has ended")
+        return ArrivedAgent(self._known[name][1])
 
     def dismiss(self) -> None:
-        """End the agents of all tasks, also of those that have connected since."""
+        """End all agents, also those that have connected since."""
         self.take()
         self._close_channels()
 
@@ -119,7 +123,7 @@ class Arrivals:
         self._close_channels()
 
     def _close_channels(self) -> None:
-        for connection, _ in self._known.values():
+        for _, connection, _ in self._known.values():
             connection.close()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -142,8 +146,8 @@ class Arrivals:
                 return
 
     def _know_strangers(self) -> bool:
-        """Note those who hold the key and have greeted as tasks; return whether there is a new one."""
-        before = self._count
+        """Note those who hold the key and have greeted; return whether there is a new one."""
+        new = False
         for stranger in list(self._strangers):
             connection, address = stranger
             greeting = None
@@ -158,8 +162,9 @@ class Arrivals:
                 continue
             self._strangers.remove(stranger)
             if connection.open and isinstance(greeting, Hello):
-                self._known[f"task {self._count} on {address}"] = connection, greeting.task
-                self._count += 1
+                host = self._describe(greeting.task, address)
+                self._known[host.name] = host, connection, greeting.task
+                new = True
             else:
                 connection.close()
-        return self._count > before
+        return new

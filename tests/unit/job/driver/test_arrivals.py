@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -22,10 +23,15 @@ from tests.waiting import wait_until
 HOST = FoundHost("task 0 on 127.0.0.1", 1)
 
 
+def names() -> Callable[[int, str], FoundHost]:
+    count = itertools.count()
+    return lambda _, address: FoundHost(f"task {next(count)} on {address}", 1)
+
+
 @pytest.fixture
 def made() -> Iterator[tuple[Arrivals, Secret]]:
     secret = Secret()
-    found = Arrivals(secret, ["127.0.0.1"])
+    found = Arrivals(secret, ["127.0.0.1"], names())
     yield found, secret
     found.close()
 
@@ -60,11 +66,11 @@ def test_a_task_is_a_host_with_one_slot(made: tuple[Arrivals, Secret]) -> None:
     agent = found.agent(HOST.name)
     assert agent.connection.authenticated
     assert agent.connection.spoken
-    assert found.tasks == {HOST.name: 7}
+    assert found.numbers == {HOST.name: 7}
     assert agent.end() == (0, "")
     agent.close()
     assert found.take() == []  # it is gone, and no other is there
-    with pytest.raises(OSError, match="the task has ended"):
+    with pytest.raises(OSError, match="it has ended"):
         found.agent(HOST.name)
     task.close()
 
@@ -131,7 +137,7 @@ def test_a_task_that_comes_too_late_is_dismissed(made: tuple[Arrivals, Secret]) 
 def test_a_task_for_which_nobody_asks_leaves_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     secret = Secret()
-    found = Arrivals(secret, ["127.0.0.1"])
+    found = Arrivals(secret, ["127.0.0.1"], names())
     task = connect(found, secret)
     assert hosts(found, task) == (HOST,)
     task.close()
