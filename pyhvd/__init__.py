@@ -142,6 +142,7 @@ if TYPE_CHECKING:
     )
     from pyhvd.run.launchers.launch import (
         Hosts as Hosts,
+        Ranks as Ranks,
         launch as launch,
     )
 
@@ -181,7 +182,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "job.errors": ("LaunchError",),
     "job.mpi.rank_env": ("child_environment",),
-    "run.launchers.launch": ("Hosts", "launch"),
+    "run.launchers.launch": ("Hosts", "Ranks", "launch"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -60,16 +61,24 @@ class Standstill:
 class Peer:
     """A connected process: an agent after it has registered, with ranks after they have started.
 
-    `feed` yields messages to send as fast as the peer receives them. The driver itself started the process of
-    an `adopted` peer.
+    `feeds` yield messages to send as fast as the peer receives them, one feed after the other. The driver
+    itself started the process of an `adopted` peer.
     """
 
     connection: Connection
     member: Member | None = None
     ranks: frozenset[int] = frozenset()
-    feed: Iterator[FromDriver] = field(default_factory=lambda: iter(()))
+    feeds: deque[Iterator[FromDriver]] = field(default_factory=deque)
     events: int = selectors.EVENT_READ
     adopted: bool = False
+
+    def take_next(self) -> FromDriver | None:
+        """Return the next message of the feeds; None if there is none."""
+        while self.feeds:
+            if (message := next(self.feeds[0], None)) is not None:
+                return message
+            self.feeds.popleft()
+        return None
 
     def send(self, message: FromDriver) -> None:
         """Send a message now; do nothing if the connection is closed."""
@@ -225,7 +234,7 @@ class ConnectionServer:
 
     def _pump(self, peer: Peer) -> None:
         connection = peer.connection
-        while not connection.full and (message := next(peer.feed, None)) is not None:
+        while not connection.full and (message := peer.take_next()) is not None:
             peer.send(message)
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
         if wanted != peer.events:

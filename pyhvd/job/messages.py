@@ -277,6 +277,12 @@ class CodePart(msgspec.Struct, frozen=True, tag=True):
     part: bytes
 
 
+class NextCall(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent: let these living ranks make a call, whose parts were sent before; none ends them."""
+
+    ranks: list[int]
+
+
 class Pmi(msgspec.Struct, frozen=True, tag=True):
     """A line of PMI-1 from a rank or to it."""
 
@@ -345,6 +351,19 @@ class ResultAck(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     count: int
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: the result of a living rank's call has been sent; the rank waits for another call."""
+
+    rank: int
+
+
+class Logged(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: a value, pickled, that a living rank hands to the driver during a call."""
+
+    rank: int
+    data: bytes
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -470,12 +489,12 @@ class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
 
 # About the agent and its host; about its ranks; about the daemon and the programs of mpiexec.
 _OfHost = Hello | Member | Listening | Dialed | Beat | Remark | Restored
-_OfRanks = EnteringInit | Pmi | RankOutput | InputAck | ResultPart | Failed | Ended
+_OfRanks = EnteringInit | Pmi | RankOutput | InputAck | ResultPart | Answered | Logged | Failed | Ended
 _OfDaemon = RankProxy | DaemonOutput | DaemonEnded
 FromAgent = _OfHost | _OfRanks | _OfDaemon
 FromProgram = Launch | RankProxy
 _ForHost = Again | Prepare | Listen | Dial | Beat | Restore | Leave | Stop
-_ForRanks = CodePart | Start | Pmi | PmiValues | Input | OutputAck | ResultAck | Signal
+_ForRanks = CodePart | Start | NextCall | Pmi | PmiValues | Input | OutputAck | ResultAck | Signal
 _ForDaemon = StartDaemon | EndDaemon | Exit
 FromDriver = _ForHost | _ForRanks | _ForDaemon
 

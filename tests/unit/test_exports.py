@@ -32,6 +32,7 @@ OTHERS = (
     "Handle",
     "Histogram",
     "Hosts",
+    "Ranks",
     "Metrics",
     "ProcessSet",
     "RankFilter",

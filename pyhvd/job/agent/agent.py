@@ -25,6 +25,7 @@ from pyhvd.job.messages import (
     OUTPUT_CREDIT,
     RESULT_CREDIT,
     Again,
+    Answered,
     Beat,
     CodePart,
     DaemonEnded,
@@ -41,7 +42,9 @@ from pyhvd.job.messages import (
     InputAck,
     Leave,
     Listen,
+    Logged,
     Member,
+    NextCall,
     OutputAck,
     Pmi,
     PmiValues,
@@ -344,6 +347,8 @@ class Agent:
             self._hear_pmi(message)
         elif isinstance(message, OutputAck | ResultAck | Input):
             self._hear_for_rank(message)
+        elif isinstance(message, NextCall):
+            self._call(message)
         elif isinstance(message, Signal):
             self._pass_on(message.number)
         elif isinstance(message, Exit) and self._daemon is not None:
@@ -380,6 +385,14 @@ class Agent:
             owned.output -= message.count
         else:
             owned.result -= message.count
+
+    def _call(self, message: NextCall) -> None:
+        """Pass on a call to living ranks."""
+        code = b"".join(self._code)
+        self._code.clear()
+        for rank in message.ranks:
+            if rank in self._ranks:  # else it could not be started, as its failure says
+                self._ranks[rank].process.call(code)
 
     def _take_pmi(self, rank: int, line: str) -> None:
         """Answer a rank's line of PMI-1 by a value that is here, or pass it on to the driver."""
@@ -431,6 +444,8 @@ class Agent:
             on_output=lambda stream, data: self._send_output(rank, stream, data),
             on_taken=lambda count: self._send(InputAck(count)),
             on_result=lambda data: self._send_result(rank, data),
+            on_answer=lambda: self._send(Answered(rank)),
+            on_logged=lambda data: self._send(Logged(rank, data)),
         )
         try:
             process = self.make_rank(start, self._code[0], events)

@@ -19,7 +19,13 @@ from pyhvd.job.rank.pickles import dump_functions
 from pyhvd.job.rank.rank import PATHS
 
 
-def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: Iterable[str]) -> bytes:
+def dump_call(
+    call: Any,
+    directory: str,
+    env: list[tuple[bytes, bytes]],
+    paths: Iterable[str],
+    module: str = RANK_OF_FUNCTION,
+) -> bytes:
     """Return the code of a job whose ranks run a function.
 
     Parameters
@@ -32,9 +38,11 @@ def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: 
         Variables that replace those of the hosts.
     paths : iterable of str
         Where the ranks look for modules, before the directories of their Python.
+    module : str
+        :data:`RANK_OF_CALLS` if the ranks live on, and this is their first call.
     """
     searched = PATHS.encode(), os.fsencode(os.pathsep.join(paths))
-    head = Program(RANK_OF_FUNCTION, [], directory, [*env, searched]).dump()
+    head = Program(module, [], directory, [*env, searched]).dump()
     return b"".join((LENGTH.pack(len(head)), head, dump_functions(call)))
 
 
@@ -72,10 +80,12 @@ class FunctionProcess(RankProcess):
         if held:
             self._forget(self._control)
         else:
-            self._selector.register(self._control, selectors.EVENT_READ, self._talk)
+            both = selectors.EVENT_READ | selectors.EVENT_WRITE
+            waits = bool(self._to_rank)  # a call has come meanwhile
+            self._selector.register(self._control, both if waits else selectors.EVENT_READ, self._talk)
 
     def _take_result(self, part: bytes) -> None:
         if part:
             self._events.on_result(part)
-        if not self._line.left:
+        if not self._line.left and not self._line.answers:
             self.result = b""

@@ -25,8 +25,11 @@ from pyhvd.job.process.signals import describe_exit
 from pyhvd.job.process.supervised import GuardianCommand, SupervisedProcess, read_some
 
 _CHUNK = 1 << 16
+_BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 RANK_OF_FUNCTION = "pyhvd.job.rank.rank"
 """The module whose ``run_rank`` runs a function."""
+RANK_OF_CALLS = "pyhvd.job.rank.living"
+"""The module whose ``run_rank`` runs one function after the other."""
 # A socket holds little less than this.
 _ANSWER_CHUNK = 1 << 18
 
@@ -106,7 +109,11 @@ class RankEvents:
     on_taken : callable
         Called with how many bytes of its stdin the rank has taken, if it has one.
     on_result : callable
-        Called with parts of the result, if it does not become the attribute `result`.
+        Called with parts of the result or answer, if it does not become the attribute `result`.
+    on_answer : callable
+        Called after the last part of a living rank's answer.
+    on_logged : callable
+        Called with each pickled value that a living rank logs.
     """
 
     on_pmi: Callable[[str], None]
@@ -114,6 +121,8 @@ class RankEvents:
     on_output: Callable[[int, bytes], None]
     on_taken: Callable[[int], None]
     on_result: Callable[[bytes], None]
+    on_answer: Callable[[], None]
+    on_logged: Callable[[bytes], None]
 
 
 class RankProcess(SupervisedProcess):
@@ -163,7 +172,9 @@ class RankProcess(SupervisedProcess):
         self._directory = "" if program is None else program.directory
         self._events = events
         self._to_rank = memoryview(b"".join((LENGTH.pack(len(code)), code)))
-        self._line = RankLine(self._take_entering, self._take_report, self._take_result)
+        self._line = RankLine(
+            *(self._take_entering, self._take_report, self._take_result, events.on_answer, events.on_logged)
+        )
         self._result = bytearray()
         self._pmi_line = b""
         self._control, control = socket.socketpair()
@@ -195,6 +206,12 @@ class RankProcess(SupervisedProcess):
         self._control.setblocking(False)
         self._pmi.setblocking(False)
 
+    def call(self, code: bytes) -> None:
+        """Let a living rank make another call; see :data:`RANK_OF_CALLS`. Empty code ends the rank."""
+        self._to_rank = memoryview(b"".join((self._to_rank, LENGTH.pack(len(code)), code)))
+        if self._control in self._selector.get_map():  # else the rank is gone, or its answer is held
+            self._selector.modify(self._control, _BOTH, self._talk)
+
     def feed(self, data: bytes) -> None:
         """Pass bytes on to the rank's stdin, and its end for none; without effect if it has /dev/null."""
 
@@ -206,8 +223,7 @@ class RankProcess(SupervisedProcess):
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register this object's callbacks, as the data of the selector's keys."""
-        both = selectors.EVENT_READ | selectors.EVENT_WRITE
-        selector.register(self._control, both, self._talk)
+        selector.register(self._control, _BOTH, self._talk)
         selector.register(self._pmi, selectors.EVENT_READ, self._read_pmi)
         super().register(selector)
 

@@ -37,6 +37,7 @@ import msgspec
 from pyhvd.job.mpi.rank_env import read_rank_env, set_defaults
 from pyhvd.job.process import guardian
 from pyhvd.job.process.signals import FORWARDED, ignore
+from pyhvd.job.rank.living import NEEDED
 
 MAX_REQUEST = 1 << 20
 _FIRST_FREE = 512  # the lowest number of a request's descriptors until they get their own numbers
@@ -48,17 +49,7 @@ _TASKS = "/proc/self/task"
 _SAFE_THREADS = ("jemalloc_bg_thd",)
 # The imports begin after this time, so that they do not slow the first ranks, which commands start.
 _FIRST_RANKS_S = 1.0
-_OWN = (
-    "numpy",
-    "pyhvd.api.collectives",
-    "pyhvd.api.lifecycle",
-    "pyhvd.api.objects",
-    "pyhvd.elastic",
-    "pyhvd.engine.runtime",
-    "pyhvd.run.entry.user_script",
-    "pyhvd.transport.links",
-)
-"""Modules that every rank imports, except MPI's."""
+_OWN = (*NEEDED, "pyhvd.elastic", "pyhvd.run.entry.user_script")
 
 
 class Preload(msgspec.Struct, frozen=True, tag=True):

@@ -13,15 +13,16 @@ one set of ranks; an elastic job has one after another, each with its own driver
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -50,6 +51,7 @@ from pyhvd.job.machines.machine import (
 )
 from pyhvd.job.messages import (
     Again,
+    Answered,
     Beat,
     CodePart,
     DaemonEnded,
@@ -64,7 +66,9 @@ from pyhvd.job.messages import (
     InputAck,
     Leave,
     Listening,
+    Logged,
     Member,
+    NextCall,
     OutputAck,
     Pmi,
     RankOutput,
@@ -87,6 +91,8 @@ from pyhvd.job.rank.call import load_result
 from pyhvd.job.spec import DRIVER_TIMEOUT, JobSpec
 from pyhvd.transport.tcp.connection import Secret
 
+STOP_S = 5.0
+"""How long the agents have to end their ranks at the end of the job."""
 # At Ctrl-Z the driver stops itself at most this long after it has begun to tell the agents.
 _TELL_S = 1.0
 
@@ -156,6 +162,16 @@ class AgentSource:
         """End the commands that started the agents."""
 
 
+class CallListener(Protocol):
+    """Hears what living ranks say; called in the driver's thread."""
+
+    def take_answer(self, rank: int, result: bytearray) -> None:
+        """Take the pickled result of a rank's oldest call that has none yet."""
+
+    def take_logged(self, rank: int, data: bytes) -> None:
+        """Take a pickled value that a rank logs."""
+
+
 @dataclass(eq=False)
 class GenerationDriver:
     """Serves one set of ranks.
@@ -176,6 +192,8 @@ class GenerationDriver:
         The commits that the hosts hold; None if the job is not elastic.
     each_step : callable, optional
         Called with the monotonic time in each step, normally at least four times a second.
+    listener : CallListener, optional
+        Hears what living ranks say; None if the ranks make one call.
     connections : ConnectionServer
         The connections to the agents.
     machine : JobMachine
@@ -189,6 +207,7 @@ class GenerationDriver:
     wanted: Wanted | None = None
     held: HeldCommits | None = None
     each_step: Callable[[float], object] | None = None
+    listener: CallListener | None = None
     _rendezvous: Rendezvous = field(default_factory=Rendezvous)
     _by_rank: dict[int, Peer] = field(default_factory=dict)
     _exceptions: dict[int, bytes] = field(default_factory=dict)
@@ -325,7 +344,7 @@ class GenerationDriver:
             if peer.adopted and (over or not peer.connection.authenticated):
                 self.connections.drop(peer, reason)
                 continue
-            peer.feed = iter(())
+            peer.feeds.clear()
             if peer.connection.authenticated:
                 peer.send(Stop(reason, quietly=True))
         self._rendezvous.stop()
@@ -346,6 +365,13 @@ class GenerationDriver:
     def take_results(self) -> list[Any]:
         """Return what the ranks' functions returned, in rank order; after :meth:`serve`, and only once."""
         return [load_result(rank, self._results.pop(rank)) for rank in range(len(self.placements))]
+
+    def call(self, code: bytes, ranks: Iterable[int]) -> None:
+        """Let living ranks make another call; the `listener` gets their answers. Empty code ends them."""
+        wanted, code_parts = frozenset(ranks), parts(code)
+        for peer in self.connections.peers:
+            if owned := sorted(peer.ranks & wanted):
+                peer.feeds.append(chain(map(CodePart, code_parts), [NextCall(owned)]))
 
     # ---- carrying out the machine's actions
 
@@ -419,10 +445,10 @@ class GenerationDriver:
             peer.ranks = self.machine.ranks_of(peer.member.index)
             owned = [placement for placement in placements if placement.rank in peer.ranks]
             self._by_rank |= dict.fromkeys(peer.ranks, peer)
-            peer.feed = chain(map(CodePart, code), map(self._start_message, owned))
+            peer.feeds.append(chain(map(CodePart, code), map(self._start_message, owned)))
         if self._terminal is not None:
             first = self._by_rank[0]
-            first.feed = chain(first.feed, self._terminal.input_for(first, self.selector))
+            first.feeds.append(self._terminal.input_for(first, self.selector))
         if self._asked is not None:  # an agent that had no ranks yet may have ignored the request
             self.ask_to_leave(self._asked)
 
@@ -490,7 +516,7 @@ class GenerationDriver:
             self.source.greet(peer, message)
 
     def _handle_of_rank(
-        self, peer: Peer, message: ResultPart | RankOutput | Pmi | EnteringInit | Ended
+        self, peer: Peer, message: ResultPart | RankOutput | Pmi | EnteringInit | Answered | Logged | Ended
     ) -> None:
         if isinstance(message, RankOutput):
             self.output.write(message.rank, message.stream, message.data)
@@ -503,11 +529,21 @@ class GenerationDriver:
         elif isinstance(message, ResultPart):
             self._results[message.rank] += message.data
             peer.send(ResultAck(message.rank, len(message.data)))
+        elif isinstance(message, Answered | Logged):
+            self._hear_living(message)
         else:
             if message.left and self.held is not None:
                 self.held.outcome = Outcome.LEFT
             self.machine.end(message.rank, time.monotonic())
             self._rendezvous.leave(message.rank)
+
+    def _hear_living(self, message: Answered | Logged) -> None:
+        if self.listener is None:
+            return
+        if isinstance(message, Logged):
+            self.listener.take_logged(message.rank, message.data)
+        else:
+            self.listener.take_answer(message.rank, self._results.pop(message.rank))
 
     def _acknowledge_output(self) -> None:
         for rank, count in self.output.take_shown().items():
@@ -563,3 +599,13 @@ class GenerationDriver:
     def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
         """Record a failure of a rank; rank -1 for a failure that belongs to no rank."""
         self.machine.blame(rank, text, code, time.monotonic(), kind)
+
+
+@contextlib.contextmanager
+def ending(driver: GenerationDriver) -> Iterator[None]:
+    """End the ranks, the agents that are left, and the driver at the end of the context."""
+    with contextlib.closing(driver):
+        try:
+            yield
+        finally:
+            driver.stop("the job is over", STOP_S)

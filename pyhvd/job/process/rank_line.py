@@ -9,9 +9,12 @@ TENTATIVE  the text to show if the rank ends without a report; an empty text wit
 SEGMENTS   the files of MPI's shared memory that the rank has: a list of names
 REPORT     how the rank fails: an :class:`ExitReport`, and the pickled exception in base64, if it is sent
 RESULT     the number of bytes that follow: what the rank's function returned. It is the last message
+ANSWER     the number of bytes that follow: what a call of a living rank returned
+LOGGED     a value that a living rank hands to the driver, pickled, in base64
 =========  =============================================================================================
 
-An agent first sends its rank what to run, the other way: the length (:data:`LENGTH`), and that many bytes.
+An agent first sends its rank what to run, the other way: the length (:data:`LENGTH`), and that many bytes. A
+living rank gets its further calls in the same way.
 
 After MPI_Init, a rank that crashes writes its Python stack last, which is no message (:func:`tell_crashes`).
 
@@ -28,6 +31,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -41,6 +45,8 @@ TENTATIVE = "tentative"
 SEGMENTS = "segments"
 REPORT = "report"
 RESULT = "result"
+ANSWER = "answer"
+LOGGED = "logged"
 LENGTH = struct.Struct("!Q")
 EXIT_HANDLERS_S = 0.5
 """After reporting a failure, a rank that runs a program has this long for its exit handlers."""
@@ -58,6 +64,9 @@ MAX_LINE = 1 << 26
 """Most bytes of a line: a report has a text and a traceback, and an exception."""
 GOES_ON = "; the job goes on, as no start timeout was given that would end it"
 """Follows the text about a late rank that does not end the job."""
+
+
+_telling = threading.Lock()
 
 
 def dump_message(what: str, value: object) -> bytes:
@@ -91,11 +100,12 @@ def take_messages(received: bytearray) -> Iterator[tuple[str, Any]]:
 
 
 def tell(fd: int, what: str, value: object, *pieces: bytes | memoryview) -> None:
-    """Send a message, and the bytes that follow a result."""
-    for piece in (dump_message(what, value), *pieces):
-        left = memoryview(piece)
-        while left:
-            left = left[os.write(fd, left) :]
+    """Send a message, and the bytes that follow a result; any thread may call."""
+    with _telling:
+        for piece in (dump_message(what, value), *pieces):
+            left = memoryview(piece)
+            while left:
+                left = left[os.write(fd, left) :]
 
 
 def tell_report(fd: int, report: ExitReport, exception: bytes = b"") -> None:
@@ -135,7 +145,7 @@ def _point_nowhere(fd: int) -> None:
 
 
 def read_code(control: socket.socket) -> bytearray:
-    """Return the code that the rank's agent sends first."""
+    """Return the code that the rank's agent sends next."""
     (length,) = LENGTH.unpack(_read_exactly(control, LENGTH.size))
     return _read_exactly(control, length)
 
@@ -162,8 +172,12 @@ class RankLine:
     on_report : callable
         Called with a report, and the pickled exception.
     on_result : callable
-        Called with each part of the result; with an empty part if the result is empty. A rank that runs a
+        Called with each part of a result or answer; with an empty part if it is empty. A rank that runs a
         program has none.
+    on_answer : callable
+        Called after the last part of an answer.
+    on_logged : callable
+        Called with each pickled value that a living rank logs.
     tentative : str
         The last tentative text.
     up : bool
@@ -171,16 +185,21 @@ class RankLine:
     segments : sequence of str
         The files of MPI's shared memory that the rank had when MPI_Init returned.
     left : int or None
-        The bytes of the result that have not arrived; None before it begins.
+        The bytes of the result or answer that have not arrived; None before it begins.
+    answers : bool
+        Whether they are an answer's, after which messages follow.
     """
 
     on_enter: Callable[[bool], None]
     on_report: Callable[[ExitReport, bytes], None]
     on_result: Callable[[bytes], None] = lambda _: None
+    on_answer: Callable[[], None] = lambda: None
+    on_logged: Callable[[bytes], None] = lambda _: None
     tentative: str = ""
     up: bool = False
     segments: Sequence[str] = ()
     left: int | None = None
+    answers: bool = False
     _received: bytearray = field(default_factory=bytearray)
 
     @property
@@ -190,21 +209,31 @@ class RankLine:
 
     def feed(self, data: bytes) -> None:
         """Take in bytes that have arrived; raise ValueError if they are no messages."""
-        if self.left is None:
-            self._received += data
-            data = self._take()
-        if self.left is not None:
-            part = data[: self.left]
+        while True:
+            if self.left is None:
+                self._received += data
+                data = self._take()
+            if self.left is None:
+                return
+            part, data = data[: self.left], data[self.left :]
             self.left -= len(part)
             self.on_result(part)
+            if self.left or not self.answers:
+                return
+            self.left, self.answers = None, False
+            self.on_answer()
 
     def _take(self) -> bytes:
-        """Handle the complete messages; return the bytes of a result that has begun."""
+        """Handle the complete messages; return the bytes that follow a result or answer that has begun."""
         for what, value in take_messages(self._received):
-            if what == RESULT:
-                self.left = int(value)
-                return bytes(self._received)
-            if what == TENTATIVE:
+            if what in (RESULT, ANSWER):
+                self.left, self.answers = int(value), what == ANSWER
+                rest = bytes(self._received)
+                self._received.clear()
+                return rest
+            if what == LOGGED:
+                self.on_logged(base64.b64decode(value))
+            elif what == TENTATIVE:
                 self.tentative = value
             elif what == UP:
                 self.up = value

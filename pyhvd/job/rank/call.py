@@ -6,8 +6,11 @@ import contextlib
 import io
 import math
 import numbers
+import os
 import pickle
 import reprlib
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -132,6 +135,17 @@ def rank_variables(env: Mapping[str, str] | None, nics: Sequence[str] | None) ->
         # Open MPI uses this.
         chosen.setdefault("OMPI_MCA_btl_tcp_if_include", nic)
     return chosen
+
+
+def module_paths() -> list[str]:
+    """Return where this process finds modules, but for the directories of its Python."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths = [os.path.abspath(path) for path in sys.path]
+    return [
+        path
+        for path in paths
+        if os.path.exists(path) and not any(f"{path}/".startswith(f"{each}/") for each in installed)
+    ]
 
 
 def load_result(rank: int, result: bytearray) -> Any:

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import threading
-from typing import Any
+from typing import NoReturn
 
 from pyhvd.common import launcher_hooks
 from pyhvd.common.standard_files import flush_standard_files
@@ -43,9 +43,29 @@ def run_rank(control: socket.socket) -> int:
     The report has the exception itself on a host of the job, and its text in any case. A child that the
     function forks ends as Python ends it: it sends nothing.
     """
-    paths = os.environ.pop(PATHS, None)
-    if paths is not None:
-        sys.path[:0] = [path for path in paths.split(os.pathsep) if path and path not in sys.path]
+    of_host = PATHS in os.environ
+    rank_env, pid = prepare(control), os.getpid()
+    import cloudpickle
+
+    try:
+        function, args, kwargs = cloudpickle.loads(read_code(control))
+        pieces = dump(function(*args, **kwargs))
+    except MadeRoom:
+        pieces = []
+    except BaseException as exc:
+        if os.getpid() != pid:
+            raise
+        fail(control, exc, rank_env.rank, pickles=of_host)
+    if os.getpid() == pid:
+        tell(control.fileno(), RESULT, sum(map(len, pieces)), *pieces)
+    return 0
+
+
+def prepare(control: socket.socket) -> RankEnv:
+    """Make this process ready to run functions as a rank; return its numbers."""
+    for path in reversed(os.environ.pop(PATHS, "").split(os.pathsep)):
+        if path and path not in sys.path:
+            sys.path.insert(0, path)
     pid = os.getpid()
     launcher_hooks.supervised = True
     launcher_hooks.tell_up = segments.remove_own
@@ -66,23 +86,15 @@ def run_rank(control: socket.socket) -> int:
             tell_crashes(control.fileno())
 
     watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, enter, entered)
-    import cloudpickle
+    return rank_env
 
-    try:
-        function, args, kwargs = cloudpickle.loads(read_code(control))
-        pieces = dump(function(*args, **kwargs))
-    except MadeRoom:
-        pieces = []
-    except BaseException as exc:
-        if os.getpid() != pid:
-            raise
-        report = describe_failure(exc, rank_env.rank)
-        _flush()
-        tell_report(control.fileno(), report, b"" if paths is None else _pickled(exc))
-        _leave(report.code)
-    if os.getpid() == pid:
-        tell(control.fileno(), RESULT, sum(map(len, pieces)), *pieces)
-    return 0
+
+def fail(control: socket.socket, exc: BaseException, rank: int, *, pickles: bool) -> NoReturn:
+    """Report the exception that ended a function, itself too if it `pickles`; then end this process."""
+    report = describe_failure(exc, rank)
+    _flush()
+    tell_report(control.fileno(), report, _pickled(exc) if pickles else b"")
+    _leave(report.code)
 
 
 def describe_failure(exc: BaseException, rank: int) -> ExitReport:
@@ -128,7 +140,7 @@ def _flush() -> bool:
     return True
 
 
-def _leave(code: int) -> Any:
+def _leave(code: int) -> NoReturn:
     """Exit without exit handlers, which would wait for other ranks: the driver knows, and ends them all."""
     if not _flush():
         flush_standard_files()

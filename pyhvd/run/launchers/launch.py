@@ -13,15 +13,17 @@ import logging
 import os
 import shlex
 import socket
-import sys
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TextIO, TypeVar, Unpack
 
 from pyhvd.job.agent.function_process import dump_call
+from pyhvd.job.agent.rank_process import RANK_OF_CALLS, RANK_OF_FUNCTION
+from pyhvd.job.driver.agent_source import CommandSource
 from pyhvd.job.driver.console import Console
+from pyhvd.job.driver.generation_driver import GenerationDriver, ending
 from pyhvd.job.driver.kept_agents import KeptAgents
+from pyhvd.job.driver.living_ranks import LivingRanks, load_results
 from pyhvd.job.driver.output import Output
 from pyhvd.job.mpi.rank_env import to_send
 from pyhvd.job.network.network_plans import ANY, parse_wishes
@@ -32,9 +34,12 @@ from pyhvd.job.rank.call import (
     check_text_files,
     expect,
     interface_names,
+    module_paths,
     rank_variables,
     read_duration,
 )
+from pyhvd.job.rank.living import load_modules
+from pyhvd.job.rank.pickles import dump_functions
 from pyhvd.job.spec import START_TIMEOUT, argument_of
 from pyhvd.run.hosts.agent_template import check_agent
 from pyhvd.run.hosts.clusters.detection import find_rank
@@ -43,7 +48,7 @@ from pyhvd.run.hosts.hosts import HostRanks, HostsError, is_loopback
 from pyhvd.run.hosts.selection import HostSelection, find_own, read_file, select
 from pyhvd.run.launchers.elastic import begin, elastic_spec
 from pyhvd.run.launchers.launch_elastic import Elastic, read_elastic
-from pyhvd.run.launchers.many_hosts import RankFiles, ending, make_driver, spec_of
+from pyhvd.run.launchers.many_hosts import RankFiles, make_driver, spec_of
 from pyhvd.run.options import Options
 
 P = ParamSpec("P")
@@ -178,9 +183,47 @@ class Hosts:
         job = _CallOptions(env, stdout, stderr, output_filename, prefix_output_with_timestamp, directory)
         return self._launch((fn, args, kwargs), np, job, {})
 
+    def start(
+        self,
+        *,
+        np: int | None = None,
+        env: Mapping[str, str] | None = None,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        output_filename: str | None = None,
+        prefix_output_with_timestamp: bool = False,
+        directory: str | None = None,
+    ) -> Ranks:
+        """Start ranks that make one call after the other, and return when all are ready for the first.
+
+        The parameters are those of :func:`pyhvd.launch`. Use the result as a context manager, or call its
+        :meth:`Ranks.close`.
+        """
+        job = _CallOptions(env, stdout, stderr, output_filename, prefix_output_with_timestamp, directory)
+        with contextlib.ExitStack() as stack:
+            driver, source = self._enter(stack, (load_modules, (), None), np, job, RANK_OF_CALLS)
+            living = LivingRanks(driver, source)
+            living.begin()
+            return Ranks(living, stack.pop_all())
+
     def _launch(
         self, call: tuple[Any, Any, Any], np: int | None, job: _CallOptions, elastic: Mapping[str, Any]
     ) -> list[Any]:
+        if elastic:
+            options, code = self._pack(call, job, elastic, RANK_OF_FUNCTION)
+            if options.elastic.wanted:
+                return self._launch_elastic(options, code, job)
+        with contextlib.ExitStack() as stack:
+            driver, source = self._enter(stack, call, np, job, RANK_OF_FUNCTION)
+            with as_function_errors(), ending(driver):
+                driver.serve()
+                source.keep_agents()
+            return driver.take_results()
+
+    def _pack(
+        self, call: tuple[Any, Any, Any], job: _CallOptions, elastic: Mapping[str, Any], module: str
+    ) -> tuple[Options, bytes]:
+        """Return the options of a job, and its code."""
         if self._kept is None:
             raise ValueError("these hosts are closed: make new ones")
         fn, args, kwargs = call
@@ -188,9 +231,19 @@ class Hosts:
         directory = os.path.abspath(job.directory or os.getcwd())
         options = dataclasses.replace(self._options, directory=directory, **elastic)
         variables = to_send(os.environb, rank_variables(job.env, None))
-        code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, _module_paths())
-        if options.elastic.wanted:
-            return self._launch_elastic(options, code, job)
+        whole = fn, tuple(args), dict(kwargs or {})
+        return options, dump_call(whole, directory, variables, module_paths(), module)
+
+    def _enter(
+        self,
+        stack: contextlib.ExitStack,
+        call: tuple[Any, Any, Any],
+        np: int | None,
+        job: _CallOptions,
+        module: str,
+    ) -> tuple[GenerationDriver, CommandSource]:
+        """Return the driver of a job and its source; the stack closes the files of the job's output."""
+        options, code = self._pack(call, job, {}, module)
         placed = self._select(options.num_proc if np is None else check_size(np, "np")).placed
         assert placed is not None
         spec = spec_of(options, code, function=True)
@@ -198,16 +251,15 @@ class Hosts:
         console = Console(
             functools.partial(_log.log, self._level, "%s"), functools.partial(_log.warning, "%s")
         )
-        with contextlib.closing(RankFiles(job.output_filename, placed.size, argument_of)) as files:
-            files.make(placed.size)
-            with job.show(files) as output:
-                driver, source = make_driver(options, spec, placed, output, console, _name, self._kept)
-                for host in source.hosts:
-                    _log.log(self._level, "the agent of %s: %s", host.name, shlex.join(host.command))
-                with as_function_errors(), ending(driver):
-                    driver.serve()
-                    source.keep_agents()
-                return driver.take_results()
+        files = stack.enter_context(
+            contextlib.closing(RankFiles(job.output_filename, placed.size, argument_of))
+        )
+        files.make(placed.size)
+        output = stack.enter_context(job.show(files))
+        driver, source = make_driver(options, spec, placed, output, console, _name, self._kept)
+        for host in source.hosts:
+            _log.log(self._level, "the agent of %s: %s", host.name, shlex.join(host.command))
+        return driver, source
 
     def _launch_elastic(self, options: Options, code: bytes, job: _CallOptions) -> list[Any]:
         finds_hosts = options.elastic.finds_hosts
@@ -222,6 +274,53 @@ class Hosts:
             shown = job.show(files)
             with shown as output, begin(options, selection, spec, output, files) as begun:
                 return begun.serve_function()
+
+
+class Ranks:
+    """Ranks that make one call after the other, of :meth:`Hosts.start`; a context manager.
+
+    Each call finds what earlier calls have left in its rank, such as variables of modules and what
+    :func:`pyhvd.init` has made. Any thread may call; a rank makes its calls in their order. The first call
+    that fails ends all ranks, and later calls raise :class:`LaunchError`.
+
+    Attributes
+    ----------
+    size : int
+        The number of ranks.
+    """
+
+    def __init__(self, living: LivingRanks, files: contextlib.ExitStack) -> None:
+        self.size = living.size
+        self._living = living
+        self._files = files
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self, fn: Callable[P, R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[R]:
+        """Run ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
+
+        Raises
+        ------
+        RankFailedError, LaunchError, ValueError
+            See :func:`pyhvd.launch`. LaunchError also if the ranks have ended.
+        """
+        named = {} if kwargs is None else kwargs
+        check_call((fn, args, named), None, None)
+        answers = self._living.call(dump_functions((fn, tuple(args), dict(named))))
+        return load_results(self._living.results(answers))
+
+    def close(self) -> None:
+        """End the ranks after their calls; those that still run 5 s later are killed."""
+        try:
+            self._living.end()
+        finally:
+            self._files.close()
 
 
 def launch(
@@ -338,14 +437,3 @@ def _select(options: Options, size: int | None) -> HostSelection:
 def _name(placed: HostRanks) -> str:
     """Return a host's name for messages and ranks; that of this host, if the user gave none."""
     return socket.gethostname() if placed.own and is_loopback(placed.host.name) else placed.host.name
-
-
-def _module_paths() -> list[str]:
-    """Return where this process finds modules, but for the directories of its Python."""
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    paths = [os.path.abspath(path) for path in sys.path]
-    return [
-        path
-        for path in paths
-        if os.path.exists(path) and not any(f"{path}/".startswith(f"{each}/") for each in installed)
-    ]

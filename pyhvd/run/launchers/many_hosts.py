@@ -7,12 +7,11 @@ serves, or by Open MPI's mpiexec, whose daemons run beside the agents and connec
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -22,7 +21,7 @@ from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.rank_process import Program
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signals, wake_by
-from pyhvd.job.driver.generation_driver import GenerationDriver
+from pyhvd.job.driver.generation_driver import GenerationDriver, ending
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output, is_terminal
 from pyhvd.job.errors import Interrupted, LaunchError, RankError, Suspended
@@ -39,8 +38,6 @@ from pyhvd.run.hosts.agent_template import agent_command, explain
 from pyhvd.run.hosts.hosts import HostRanks, JobHosts
 from pyhvd.run.options import Options
 
-# How long the agents have to end their ranks at the end of the job.
-_STOP_S = 5.0
 # A rank listens on one port for MPI, and on two for links, IPv4 and IPv6.
 _PORTS = 3
 
@@ -145,16 +142,6 @@ def make_driver(
         kept,
     )
     return GenerationDriver(spec, source, output, console, wanted_network(options, placed)), source
-
-
-@contextlib.contextmanager
-def ending(driver: GenerationDriver) -> Iterator[None]:
-    """End the ranks, the agents that are left, and the driver at the end of the context."""
-    with contextlib.closing(driver):
-        try:
-            yield
-        finally:
-            driver.stop("the job is over", _STOP_S)
 
 
 def wanted_network(options: Options, placed: JobHosts) -> Wanted:

@@ -37,7 +37,7 @@ def _ignore(*_: object) -> None:
     pass
 
 
-_EVENTS = RankEvents(_ignore, _ignore, _ignore, _ignore, _ignore)
+_EVENTS = RankEvents(*[_ignore] * 7)
 
 
 def _end_under(python: Path) -> RankProcess:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import os
+from typing import Any
 
 import pytest
 
 from pyhvd.job.process.exit_report import EXCEPTION, ExitReport
 from pyhvd.job.process.rank_line import (
+    ANSWER,
     ENTERING,
+    LOGGED,
     MAX_LINE,
     RESULT,
     TENTATIVE,
@@ -49,6 +53,27 @@ def test_messages_arrive_in_pieces(size: int) -> None:
     assert (entered, line.up, line.tentative) == ([True, False], True, "stopped in\nMPI")
     assert reports == [(report, b"\x80\n")]
     assert (bytes(result), line.left) == (b"ab\ncd", 0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_a_living_rank_answers_call_after_call(size: int) -> None:
+    value = base64.b64encode(b"value\n").decode()
+    data = _sent(
+        *((ENTERING, True), (ANSWER, 3, b"ab\n"), (LOGGED, value), (ANSWER, 2, b"[]"), (ENTERING, False)),
+        *((ANSWER, 1, b"\n"), (RESULT, 0)),
+    )
+    told: list[Any] = []
+    answer = bytearray()
+
+    def end() -> None:
+        told.append(bytes(answer))
+        answer.clear()
+
+    line = RankLine(told.append, print, answer.extend, end, told.append)
+    for start in range(0, len(data), size):
+        line.feed(data[start : start + size])
+    assert told == [True, b"ab\n", b"value\n", b"[]", False, b"\n"]
+    assert (line.left, line.answers) == (0, False)
 
 
 def test_an_empty_result_is_told() -> None:
