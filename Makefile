@@ -35,6 +35,11 @@ demo-spark: .venv-demo-spark/.done ## the same inside Spark, on 4 ranks: pip bri
 	@echo "==> training examples/spark_digits.py on 4 ranks inside Spark; the network is kept in build/spark_digits"
 	@PYTHONSAFEPATH=1 .venv-demo-spark/bin/python examples/spark_digits.py --folder build/spark_digits
 
+.PHONY: demo-ray
+demo-ray: .venv-demo-ray/.done ## the same inside Ray, on 4 ranks: pip brings Ray, 290 MB
+	@echo "==> training examples/ray_digits.py on 4 ranks inside Ray"
+	@PYTHONSAFEPATH=1 .venv-demo-ray/bin/python examples/ray_digits.py
+
 .PHONY: demo-torch
 demo-torch: .venv-demo-torch/.done ## the same with torch: examples/torch_digits.py on 4 ranks, then as an elastic job; installs torch
 	@echo "==> training examples/torch_digits.py on 4 ranks"
@@ -173,6 +178,10 @@ test-torch-openmpi: .venv-spark-openmpi/.torch ## the part of it that runs under
 test-torch-oldest: .venv-torch-oldest/.done ## the same as test-torch with the oldest torch; on Linux 3 GB of wheels; no part of test-all
 	@$(SUITE) torch-oldest
 
+.PHONY: test-ray
+test-ray: .venv-ray/.done ## pyhvd.ray on a Ray cluster of its own; installs Ray, 290 MB
+	@$(SUITE) ray
+
 .PHONY: test-spark35
 test-spark35: spark35 ## run, data and Estimator on Spark 3.5
 	@$(SUITE) spark35
@@ -279,7 +288,7 @@ format: .venv/.lint ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-demo-spark .venv-demo-torch .venv-docs .venv-frameworks .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-torch-oldest .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-ray .venv-demo-spark .venv-demo-torch .venv-docs .venv-frameworks .venv-nvrtc .venv-openmpi .venv-ray .venv-spark .venv-spark-openmpi .venv-spark35 .venv-torch-oldest .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -350,6 +359,10 @@ spark35: .venv-spark35/.done
 	$(call venv,$(PYTHON),tests with the oldest torch)
 	$(call link,[mpich],test torch-oldest,.venv)
 
+.venv-ray/.done: .venv/.done
+	$(call venv,$(PYTHON),tests inside Ray)
+	$(call link,[mpich$(comma)ray],test examples,.venv)
+
 .venv-spark35/.done: .venv/.done
 	$(call venv,$(PYTHON),tests inside Spark 3.5)
 	$(call link,[mpich$(comma)spark],test spark35,.venv)
@@ -419,6 +432,10 @@ endef
 	$(call venv,$(PYTHON),pyhvd with MPICH and torch as pip installs it for a user)
 	@$(PIP) --group torch
 	$(call installed,mpich)
+
+.venv-demo-ray/.done: pyproject.toml $(SOURCES)
+	$(call venv,$(PYTHON),pyhvd with MPICH and Ray as pip installs it for a user)
+	$(call installed,mpich$(comma)ray)
 
 .venv-demo-spark/.done: pyproject.toml $(SOURCES)
 	$(call venv,$(PYTHON),pyhvd with MPICH and Spark as pip installs it for a user)

@@ -103,6 +103,7 @@ PARTS = {
     ),
     "frameworks": Part(".venv-frameworks", ("tests/frameworks", "tests/spark/test_estimator_keras.py")),
     "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=3),
+    "ray": Part(".venv-ray", ("tests/ray",)),
     "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=(*BY_FILE, "-m", "not any_spark"), workers=2),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
     "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=4, thinned=True),
@@ -114,9 +115,12 @@ PARTS = {
 # What covers every behaviour once for each carrier that differs.
 PLAIN = ("unit", "ranks", "mpi-mpich", "mpi-openmpi")
 # spark has the test files of spark-torch, and torch those of torchdist.
-# The venvs of frameworks and torch-oldest take gigabytes. The parts of Slurm are no part of CI.
-_APART = ("spark-torch", "torchdist", "frameworks", "torch-oldest", "slurm-mpich", "slurm-openmpi")
-ALL = tuple(name for name in PARTS if name not in _APART)
+# Their venvs take gigabytes, or 290 MB; the parts of Slurm need Debian's packages.
+NOT_IN_ALL = (
+    *("spark-torch", "torchdist", "frameworks", "torch-oldest", "ray"),
+    *("slurm-mpich", "slurm-openmpi"),
+)
+ALL = tuple(name for name in PARTS if name not in NOT_IN_ALL)
 
 
 @dataclass

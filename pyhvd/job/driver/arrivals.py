@@ -109,6 +109,12 @@ class Arrivals:
             raise OSError("it has ended")
         return ArrivedAgent(self._known[name][1])
 
+    def release(self, name: str) -> ArrivedAgent:
+        """Do :meth:`agent`, and forget the agent: :meth:`close` leaves it."""
+        agent = self.agent(name)
+        del self._known[name]
+        return agent
+
     def dismiss(self) -> None:
         """End all agents, also those that have connected since."""
         self.take()

@@ -1,0 +1,3 @@
+"""``horovod.ray.runner``; importing it needs Ray."""
+
+from pyhvd.ray import RayExecutor as RayExecutor

@@ -1,0 +1,31 @@
+"""pyhvd on Ray: Horovod's ``RayExecutor``, whose ranks live from ``start()`` to ``shutdown()``.
+
+An actor on each host holds the host's agent, and the agent starts the ranks, processes of their own. The
+driver and all nodes need pyhvd with MPICH and Ray: ``pip install "pyhvd[ray,mpich]"``. Ranks import no Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pyhvd.ray import ray_logger as ray_logger
+from pyhvd.ray.errors import RayError, StartTimeoutError
+from pyhvd.ray.worker import BaseHorovodWorker
+
+if TYPE_CHECKING:
+    from pyhvd.ray.executor import RayExecutor
+
+__all__ = ["BaseHorovodWorker", "RayError", "RayExecutor", "StartTimeoutError", "ray_logger"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the executors on first use: they need Ray, which ranks do not."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module("pyhvd.ray.executor"), name)
+    except ModuleNotFoundError as exc:
+        if exc.name is not None and exc.name.partition(".")[0] == "ray":
+            raise RayError('Ray is not installed: pip install "pyhvd[ray]"') from None
+        raise

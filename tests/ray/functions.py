@@ -1,0 +1,60 @@
+"""What ranks call in the tests of pyhvd.ray."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+import pyhvd as hvd
+
+
+def rank() -> int:
+    return int(os.environ["HOROVOD_RANK"])
+
+
+def add_up() -> tuple[bool, int]:
+    """Return whether an earlier call has called init(), and a sum over the ranks."""
+    was_up = hvd.is_initialized()
+    hvd.init()
+    return was_up, int(hvd.allreduce(np.array(hvd.rank() + 1), op=hvd.Sum))
+
+
+def fail_on(failing: int) -> None:
+    if rank() == failing:
+        raise KeyError("lost")
+    time.sleep(1000)
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+class Counter:
+    """An executable with state."""
+
+    def __init__(self, first: int, step: int = 1) -> None:
+        self.value = first
+        self.step = step
+
+    def count(self) -> int:
+        self.value += self.step
+        return self.value
+
+
+class Broken:
+    """An executable that cannot be made on rank 1."""
+
+    def __init__(self) -> None:
+        if rank() == 1:
+            raise ValueError("no such file")
+
+
+def log_values(count: int) -> Any:
+    from pyhvd.ray import ray_logger
+
+    for number in range(count):
+        ray_logger.log({"rank": rank(), "number": number})
+    return rank()

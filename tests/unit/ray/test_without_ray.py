@@ -1,0 +1,90 @@
+"""The parts of ``pyhvd.ray`` that need no Ray: arguments, workers, names."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+import pyhvd.ray
+from pyhvd.ray.settings import RaySettings, check_counts, count_gpus, warn_of_ssh
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ((None, None, 1), "give num_workers or num_hosts"),
+        ((2, 2, 1), "both num_workers and num_hosts"),
+        ((0, None, 1), "num_workers=0: expected a whole number"),
+        ((True, None, 1), "num_workers=True"),
+        ((None, 2, 1.5), r"num_workers_per_host=1\.5"),
+    ],
+)
+def test_numbers_that_do_not_fit(given: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_counts(*given)
+
+
+def test_numbers_that_fit() -> None:
+    check_counts(4, None, 1)
+    check_counts(None, 2, 4)
+
+
+def test_gpus_of_a_rank() -> None:
+    assert count_gpus(None, use_gpu=False) == 0
+    assert count_gpus(None, use_gpu=True) == 1
+    assert count_gpus(0.5, use_gpu=True) == 0.5
+    with pytest.raises(ValueError, match="set use_gpu=True"):
+        count_gpus(1, use_gpu=False)
+    with pytest.raises(ValueError, match="gpus_per_worker=0: expected a number above 0"):
+        count_gpus(0, use_gpu=True)
+
+
+def test_arguments_of_ssh_have_no_effect() -> None:
+    warn_of_ssh(None, None)
+    with pytest.warns(UserWarning, match="ssh_identity_file and ssh_str have no effect"):
+        warn_of_ssh("id_ed25519", None)
+    assert RaySettings().timeout_s == 30
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "pyhvd.ray.executor", raising=False)
+    with pytest.raises(pyhvd.ray.RayError, match=r'pip install "pyhvd\[ray\]"'):
+        _ = pyhvd.ray.RayExecutor
+    with pytest.raises(AttributeError, match="no attribute 'Rayexecutor'"):
+        _ = pyhvd.ray.Rayexecutor
+
+
+def test_a_timeout_is_one_for_python_too() -> None:
+    error = pyhvd.ray.StartTimeoutError("late", [1])
+    assert isinstance(error, TimeoutError)
+    assert isinstance(error, pyhvd.ray.RayError)
+    assert (str(error), error.missing) == ("late", [1])
+
+
+def test_a_worker_holds_an_executable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "h1")
+    worker = pyhvd.ray.BaseHorovodWorker(1, 4)
+    worker.start_executable()
+    assert worker.execute(lambda each: each.executable) is None
+    worker.start_executable(dict, ([("a", 1)],), {"b": 2})
+    assert worker.execute(lambda each: each.executable) == {"a": 1, "b": 2}
+    monkeypatch.setenv("ADDED", "")
+    worker.update_env_vars({"ADDED": "x"})
+    assert worker.env_vars()["ADDED"] == "x"
+    assert (worker.world_rank, worker.world_size) == (1, 4)
+    assert (worker.hostname(), worker.get_gpu_ids()) == ("h1", ["2", "3"])
+
+
+def test_horovods_names() -> None:
+    from pyhvd.aliases.as_horovod import ray as horovod_ray
+    from pyhvd.aliases.as_horovod.ray import ray_logger
+
+    assert horovod_ray.BaseHorovodWorker is pyhvd.ray.BaseHorovodWorker
+    assert horovod_ray.ray_logger is ray_logger
+    ray_logger.log({"loss": 1})  # outside of ranks: no effect
+    with pytest.raises(AttributeError, match="no attribute 'ElasticRay'"):
+        _ = horovod_ray.ElasticRay
