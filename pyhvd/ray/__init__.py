@@ -20,12 +20,7 @@ __all__ = ["BaseHorovodWorker", "RayError", "RayExecutor", "StartTimeoutError", 
 
 
 def __getattr__(name: str) -> Any:
-    """Import the executors on first use: they need Ray, which ranks do not."""
-    if name not in __all__:
+    """Import the executor on first use: ranks do not need it."""
+    if name != "RayExecutor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module("pyhvd.ray.executor"), name)
-    except ModuleNotFoundError as exc:
-        if exc.name is not None and exc.name.partition(".")[0] == "ray":
-            raise RayError('Ray is not installed: pip install "pyhvd[ray]"') from None
-        raise
+    return importlib.import_module("pyhvd.ray.executor").RayExecutor

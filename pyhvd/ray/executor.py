@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
-
+from pyhvd.common.text import describe_import_error
 from pyhvd.job.driver.living_ranks import Answer, LivingRanks, load_results
 from pyhvd.job.rank.call import check_call, rank_variables
 from pyhvd.job.rank.pickles import dump_functions
-from pyhvd.ray.errors import RayError
-from pyhvd.ray.placement import WorkerShape
-from pyhvd.ray.ranks import RayRanks, as_ray_errors
-from pyhvd.ray.settings import RaySettings, check_counts, count_gpus, warn_of_ssh
+from pyhvd.ray.errors import RayError, as_ray_errors
+from pyhvd.ray.settings import RaySettings, WorkerShape, check_counts, count_gpus, warn_of_ssh
 from pyhvd.ray.worker import run_on_executable
+
+if TYPE_CHECKING:  # it needs Ray, which docs and type checkers do not
+    from pyhvd.ray.ranks import RayRanks
 
 Callbacks = Sequence[Callable[[Any], object]] | None
 """Functions that get each value that rank 0 logs by :func:`pyhvd.ray.ray_logger.log` during a call."""
@@ -105,11 +106,10 @@ class RayExecutor:
         """
         if self._ranks is not None:
             raise ValueError("this executor has been started: call shutdown() first")
-        if ray.util.client.ray.is_connected():
-            raise RayError(
-                "RayExecutor needs a driver inside the cluster, and this one is a Ray Client (ray://): run it"
-                " as a job (ray job submit), or call it inside a task with num_cpus=0"
-            )
+        _import_ray()
+        from pyhvd.ray.ranks import RayRanks, check_driver
+
+        check_driver()
         env = rank_variables({name: str(value) for name, value in (extra_env_vars or {}).items()}, None)
         with as_ray_errors():
             ranks = RayRanks(
@@ -191,6 +191,13 @@ class RayExecutor:
         logged = self._logged
         if rank == 0 and logged is not None:
             logged.put(value)
+
+
+def _import_ray() -> None:
+    try:
+        importlib.import_module("ray")
+    except ImportError as exc:
+        raise RayError(f"pyhvd.ray needs {describe_import_error(exc, 'ray', 'ray')}") from None
 
 
 def _pass_on(logged: queue.SimpleQueue[Any], answers: Sequence[Answer], callbacks: Iterable[Any]) -> None:

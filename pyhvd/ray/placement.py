@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,42 +16,7 @@ from ray.util.placement_group import (
 )
 
 from pyhvd.ray.errors import StartTimeoutError
-
-
-@dataclass(frozen=True)
-class WorkerShape:
-    """How many ranks are wanted, and what each needs.
-
-    Attributes
-    ----------
-    workers : int
-        The number of ranks, of each host if `hosts` is given.
-    hosts : int or None
-        The number of hosts; None if Ray chooses them.
-    cpus, gpus : float
-        Of one rank.
-    """
-
-    workers: int
-    hosts: int | None
-    cpus: float
-    gpus: float
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.workers * (self.hosts or 1)
-
-    def resources(self, workers: int) -> dict[str, float]:
-        """Return what some ranks need, by Ray's names."""
-        wanted = {"CPU": self.cpus * workers, "GPU": self.gpus * workers}
-        return {name: amount for name, amount in wanted.items() if amount}
-
-    def room(self, bundle: Mapping[str, float]) -> int:
-        """Return how many ranks a bundle has room for."""
-        needs = self.resources(1)
-        room = [math.floor(bundle.get(name, 0) / amount + 1e-9) for name, amount in needs.items()]
-        return min(room, default=self.workers)
+from pyhvd.ray.settings import WorkerShape
 
 
 @dataclass(frozen=True)

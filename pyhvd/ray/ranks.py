@@ -13,7 +13,6 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pyhvd.errors import RemoteError
-from pyhvd.job import errors as job_errors
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.agent.rank_process import RANK_OF_CALLS
 from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
@@ -23,7 +22,6 @@ from pyhvd.job.driver.generation_driver import GenerationDriver
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.living_ranks import Answer, LivingRanks
 from pyhvd.job.driver.output import Output
-from pyhvd.job.errors import LaunchError
 from pyhvd.job.machines.member_host import FoundHost
 from pyhvd.job.messages import Facts
 from pyhvd.job.mpi.rank_env import MPICH
@@ -34,8 +32,8 @@ from pyhvd.job.rank.call import interface_addresses, module_paths
 from pyhvd.job.spec import JobSpec, argument_of
 from pyhvd.ray.errors import RayError, StartTimeoutError
 from pyhvd.ray.host_actor import HostActor
-from pyhvd.ray.placement import NodeShare, Placement, WorkerShape
-from pyhvd.ray.settings import RaySettings
+from pyhvd.ray.placement import NodeShare, Placement
+from pyhvd.ray.settings import RaySettings, WorkerShape
 from pyhvd.ray.worker import set_up
 from pyhvd.transport.tcp.connection import Secret
 
@@ -66,6 +64,15 @@ class NodeActors:
     def first(self) -> Any:
         """The actor that has the agent."""
         return self.actors[0]
+
+
+def check_driver() -> None:
+    """Raise RayError in a Ray Client, as agents must reach this process."""
+    if ray.util.client.ray.is_connected():
+        raise RayError(
+            "RayExecutor needs a driver inside the cluster, and this one is a Ray Client (ray://): run it by"
+            " ray job submit, or call it inside a task with num_cpus=0"
+        )
 
 
 class RayRanks:
@@ -256,16 +263,3 @@ def _get(ref: Any, failing: str) -> Any:
         return ray.get(ref)
     except ray.exceptions.RayError as exc:
         raise RayError(f"{failing}: {str(exc).strip().splitlines()[-1]}") from exc
-
-
-@contextlib.contextmanager
-def as_ray_errors() -> Iterator[None]:
-    """Raise errors of pyhvd.job as errors of pyhvd.ray, which users catch."""
-    try:
-        yield
-    except RayError:
-        raise
-    except job_errors.StartTimeoutError as exc:
-        raise StartTimeoutError(str(exc), exc.missing) from exc.__cause__
-    except LaunchError as exc:
-        raise RayError(str(exc)) from exc.__cause__

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -24,6 +25,42 @@ class RaySettings:
     timeout_s: float = 30.0
     placement_group_timeout_s: float = 100.0
     nics: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class WorkerShape:
+    """How many ranks are wanted, and what each needs.
+
+    Attributes
+    ----------
+    workers : int
+        The number of ranks, of each host if `hosts` is given.
+    hosts : int or None
+        The number of hosts; None if Ray chooses them.
+    cpus, gpus : float
+        Of one rank.
+    """
+
+    workers: int
+    hosts: int | None
+    cpus: float
+    gpus: float
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.workers * (self.hosts or 1)
+
+    def resources(self, workers: int) -> dict[str, float]:
+        """Return what some ranks need, by Ray's names."""
+        wanted = {"CPU": self.cpus * workers, "GPU": self.gpus * workers}
+        return {name: amount for name, amount in wanted.items() if amount}
+
+    def room(self, bundle: Mapping[str, float]) -> int:
+        """Return how many ranks a bundle has room for."""
+        needs = self.resources(1)
+        room = [math.floor(bundle.get(name, 0) / amount + 1e-9) for name, amount in needs.items()]
+        return min(room, default=self.workers)
 
 
 def warn_of_ssh(ssh_identity_file: str | None, ssh_str: str | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pyhvd.ray
-from pyhvd.ray.settings import RaySettings, check_counts, count_gpus, warn_of_ssh
+from pyhvd.ray.settings import RaySettings, WorkerShape, check_counts, count_gpus, warn_of_ssh
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,35 @@ def test_arguments_of_ssh_have_no_effect() -> None:
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "pyhvd.ray.executor", raising=False)
+    executor = pyhvd.ray.RayExecutor(num_hosts=2, num_workers_per_host=3)
+    assert executor.num_workers == 6
     with pytest.raises(pyhvd.ray.RayError, match=r'pip install "pyhvd\[ray\]"'):
-        _ = pyhvd.ray.RayExecutor
+        executor.start()
+    with pytest.raises(pyhvd.ray.RayError, match=r"call start\(\) first"):
+        executor.run(print)
+    executor.shutdown()
     with pytest.raises(AttributeError, match="no attribute 'Rayexecutor'"):
         _ = pyhvd.ray.Rayexecutor
+
+
+@pytest.mark.parametrize(
+    ("shape", "bundle", "room"),
+    [
+        (WorkerShape(4, None, 1, 0), {"CPU": 2.0}, 2),
+        (WorkerShape(4, None, 2, 0.5), {"CPU": 8.0, "GPU": 1.0}, 2),
+        (WorkerShape(4, None, 0.1, 0), {"CPU": 0.3}, 3),
+        (WorkerShape(4, None, 1, 1), {"CPU": 8.0}, 0),
+    ],
+)
+def test_the_room_of_a_bundle(shape: WorkerShape, bundle: dict[str, float], room: int) -> None:
+    assert shape.room(bundle) == room
+
+
+def test_the_resources_of_ranks() -> None:
+    shape = WorkerShape(3, 2, 2, 0.5)
+    assert shape.size == 6
+    assert shape.resources(3) == {"CPU": 6, "GPU": 1.5}
+    assert WorkerShape(3, None, 1, 0).resources(1) == {"CPU": 1}
 
 
 def test_a_timeout_is_one_for_python_too() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "RayExecutor":  # its import needs Ray, which ranks do not
+    if name != "RayExecutor":  # ranks do not need it
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pyhvd.ray import RayExecutor
 

@@ -1,3 +1,3 @@
-"""``horovod.ray.runner``; importing it needs Ray."""
+"""``horovod.ray.runner``."""
 
 from pyhvd.ray import RayExecutor as RayExecutor
