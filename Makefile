@@ -264,7 +264,7 @@ docs: .venv-docs/.done ## the site, build/docs, from docs/ and the docstrings; a
 # ---- the code itself
 
 .PHONY: lint
-lint: .venv/.lint build/zig/.done ## ruff, mypy --strict, the import contract, cython-lint, clang-format, cppcheck, C for macOS and aarch64
+lint: .venv/.lint build/zig/.done ## ruff, mypy --strict, the import contract, cython-lint, clang-format, cppcheck, C for macOS and aarch64, GitHub's workflows
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
@@ -274,6 +274,7 @@ lint: .venv/.lint build/zig/.done ## ruff, mypy --strict, the import contract, c
 	@# Fixed macros, so that it checks the code of one platform; exceptions stand in the code, with a reason.
 	.venv/bin/cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,style,performance,portability \
 	  --inline-suppr -D_GNU_SOURCE -D__linux__ -D__x86_64__ -D__GNUC__=12 -D__GLIBC__ -I$(C_ROOT) $(C_ROOT)
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 build/zig/.done: .venv/.lint $(NATIVE) scripts/compile_elsewhere.py
 	@echo "==> compiling the C for other platforms"
@@ -288,9 +289,13 @@ format: .venv/.lint ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-demo-ray .venv-demo-spark .venv-demo-torch .venv-docs .venv-frameworks .venv-nvrtc .venv-openmpi .venv-ray .venv-spark .venv-spark-openmpi .venv-spark35 .venv-torch-oldest .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-* build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: wheels
+wheels: .venv-wheels/.done ## the sdist, and wheels for each Python here, x86_64 and aarch64, by zig, into dist/; they are checked, and tried where they run
+	.venv-wheels/bin/python scripts/wheels.py $(ARGS)
 
 # ---- environments
 
@@ -344,6 +349,11 @@ spark35: .venv-spark35/.done
 .venv-nvrtc/.done: .venv/.done
 	$(call venv,$(PYTHON),NVRTC and CuPy without a GPU)
 	$(call link,,test gpu-build,.venv)
+
+.venv-wheels/.done: pyproject.toml
+	$(call venv,$(PYTHON),building wheels with zig)
+	@$(PIP) --group wheels
+	@touch $@
 
 .venv-spark/.done: .venv/.done
 	$(call venv,$(PYTHON),tests inside Spark)
