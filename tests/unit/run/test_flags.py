@@ -273,3 +273,21 @@ def test_what_flags_must_not_say(
     with pytest.raises(SystemExit, match="2"):
         settings_for(*arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--min-np 1 --elastic-resume r",
+            "--elastic-resume goes on from the elastic store: give --elastic-store",
+        ),
+        ("--elastic-resume r", "--elastic-resume is for elastic jobs: give --min-np too"),
+    ],
+)
+def test_a_job_that_can_be_resumed_is_elastic_and_has_a_store(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["-n", "2", *flags.split(), "train.py"], under_mpiexec=False)
+    assert message in capsys.readouterr().err
