@@ -27,7 +27,6 @@ def cluster() -> Iterator[Any]:
     if not sys.platform.startswith("linux"):
         pytest.skip("agents need Linux")
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ["RAY_raylet_start_wait_time_s"] = "120"  # noqa: SIM112 - Ray's name
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ[_MARK] = str(uuid.uuid4())
     import ray
