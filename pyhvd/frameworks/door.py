@@ -20,7 +20,8 @@ from pyhvd.engine import context
 from pyhvd.frameworks import failures
 from pyhvd.frameworks.calls import TABLE, GraphCall
 
-_DRAIN_S = 5.0
+DRAIN_S = 5.0
+"""Seconds for which ``shutdown()`` waits for collectives of graphs that are under way."""
 _CLOSE_S = 5.0
 Source = tuple[int, tuple[int, ...]]
 
@@ -43,7 +44,7 @@ class NativeDoor:
         self.ops: Any = importlib.import_module(f"pyhvd.native.{name}")
         self.ops.use(c_api.capsule(), self._submit)
         failures.read_from(self.ops.errors)
-        call_before_leaving(lambda: self.ops.drain(_DRAIN_S))
+        call_before_leaving(lambda: self.ops.drain(DRAIN_S))
         call_after_leaving(lambda: self.ops.close(_CLOSE_S))
 
     def add(self, call: GraphCall, *, by_python: bool = False) -> int:

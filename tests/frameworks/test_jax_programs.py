@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import pyhvd
 import pyhvd.jax as hvd
+from tests.frameworks.forks import fork_and_go_on
 from tests.mpi.harness import on_ranks
 
 DOORS = ("auto", "callback")
@@ -270,9 +271,22 @@ def test_a_program_from_before_shutdown_is_refused(door: str) -> None:
     assert np.asarray(step(jnp.ones(1))) == 1
 
 
+@both_doors
 @on_ranks(2, timeout=60)
-def test_shutdown_waits_for_a_collective_that_is_under_way() -> None:
-    rank, _ = start("auto")
+def test_a_process_may_fork_after_collectives(door: str) -> None:
+    start(door)
+    step = jax.jit(lambda x: hvd.allreduce(x, hvd.Sum, name="forking"))
+
+    def check() -> None:
+        assert np.asarray(step(jnp.ones(3))).tolist() == [2.0, 2.0, 2.0]
+
+    fork_and_go_on(check)
+
+
+@both_doors
+@on_ranks(2, timeout=60)
+def test_shutdown_waits_for_a_collective_that_is_under_way(door: str) -> None:
+    rank, _ = start(door)
     step = jax.jit(lambda x: hvd.allreduce(x, hvd.Sum, name="last"))
     step(jnp.ones(3)).block_until_ready()
     hvd.barrier()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import pyhvd.jax as hvd
 from tests.frameworks.test_jax_programs import both_doors, start
 from tests.mpi.harness import on_ranks
+from tests.mpi.launch import ROOT
 from tests.mpi.test_docs_code import BLOCKS
 
 PAGE = [block.code for block in BLOCKS if block.path.name == "jax.md"][:1]
@@ -185,10 +187,33 @@ def test_elastic_run_raises_the_error_that_a_program_carries(door: str) -> None:
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
+# Rank 1 never makes the call, and both ranks end.
+UNDER_WAY = """
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+
+import pyhvd.jax as hvd
+
+hvd.init()
+step = jax.jit(lambda x: hvd.allreduce(x, name="never"))
+if hvd.rank() == 0:
+    compiled = step.lower(jnp.ones(3)).compile()
+    threading.Thread(target=lambda: jax.block_until_ready(compiled(jnp.ones(3))), daemon=True).start()
+    time.sleep(2)
+hvd.barrier()
+"""
+
+
 @pytest.mark.timeout(360)
-def test_the_program_of_the_page(tmp_path: Path) -> None:
+@both_doors
+@pytest.mark.parametrize("code", [PAGE[0], UNDER_WAY], ids=["page", "step under way"])
+def test_programs(code: str, door: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PAGE[0])
+    program.write_text(code)
     command = [sys.executable, "-m", "pyhvd.run", "-n", "2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    env = {**os.environ, "PYHVD_GRAPH_OPS": door, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, done.stderr

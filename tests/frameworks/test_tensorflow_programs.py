@@ -7,6 +7,8 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: run `make test-
 
 import pyhvd.tensorflow as hvd
 from tests.frameworks.doors import KNOBS, NATIVE, on_doors
+from tests.frameworks.forks import fork_and_go_on
 from tests.mpi.test_docs_code import BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +83,34 @@ def test_errors_come_out_of_elastic_run() -> None:
             train(state)
         assert isinstance(caught.value.__cause__, tf.errors.OpError)
         hvd.shutdown()
+
+
+@on_doors()
+def test_a_process_may_fork_after_collectives() -> None:
+    hvd.init()
+    step = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, name="forking"))
+
+    def check() -> None:
+        assert step(tf.ones(3)).numpy().tolist() == [2.0, 2.0, 2.0]
+
+    fork_and_go_on(check)
+
+
+@on_doors()
+def test_shutdown_waits_for_a_collective_that_is_under_way() -> None:
+    hvd.init()
+    step = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, name="last"))
+    step(tf.ones(3))
+    hvd.barrier()
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(step(tf.ones(3)).numpy()))
+    if hvd.rank() == 1:
+        time.sleep(1.0)
+    thread.start()
+    time.sleep(0.3)
+    hvd.shutdown()
+    thread.join()
+    assert results[0].tolist() == [2.0, 2.0, 2.0]
 
 
 @on_doors(NATIVE)
