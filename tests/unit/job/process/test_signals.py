@@ -19,6 +19,9 @@ _PROGRAM = """
 import signal, sys, time
 from pyhvd.job.process.guardian import guard
 
+if signal.getsignal({number}) == signal.SIG_IGN:  # nohup has started the tests
+    signal.signal({number}, signal.SIG_DFL)
+
 def body():
     print({number!s}, signal.getsignal({number}) in (signal.SIG_DFL, signal.default_int_handler), flush=True)
     time.sleep(1000)
