@@ -85,7 +85,7 @@ PARTS = {
     "slurm-openmpi": Part(".venv-openmpi", ("tests/slurm",), tool="/usr/sbin/slurmctld"),
     "elastic": Part(".venv", ("tests/elastic",), workers=3),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
-    "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=3),
+    "spark": Part(".venv-spark", ("tests/spark",), arguments=BY_FILE, workers=2),
     "spark-torch": Part(
         ".venv-spark", ("tests/spark/test_estimator_torch.py", "tests/spark/test_torch_distributed.py")
     ),
