@@ -19,10 +19,12 @@ import jax.numpy as jnp
 
 import pyhvd
 import pyhvd.jax as hvd
+from tests.frameworks.doors import ONE_CORE, use_one_core
 from tests.frameworks.forks import fork_and_go_on
 from tests.mpi.harness import on_ranks
 
 DOORS = ("auto", "callback")
+STEPS = 300
 both_doors = pytest.mark.parametrize("door", DOORS)
 
 
@@ -132,21 +134,25 @@ def in_order_of_rank(count: int, reverse: bool) -> Callable[..., Any]:
     return lambda arrays: compiled(arrays)[::-1] if reverse else compiled(arrays)
 
 
-@pytest.mark.parametrize("length", [1, 1000])
-@on_ranks(1, 2, 4, timeout=240)
-def test_ranks_may_trace_in_reversed_orders(length: int) -> None:
-    rank, size = start("auto")
+def run_in_reversed_orders(length: int) -> None:
+    """Run steps whose collectives odd ranks have traced in the reverse order."""
+    rank, size = hvd.rank(), hvd.size()
     step = in_order_of_rank(20, reverse=rank % 2 == 1)
     arrays = [jnp.full(length, float(k + rank)) for k in range(20)]
-    for _ in range(300 if size < 4 else 50):
+    for _ in range(STEPS):
         results = [np.asarray(each) for each in step(arrays)]
         assert [each[0] for each in results] == [size * (k + 1) + sum(range(size)) for k in range(20)]
 
 
-@both_doors
-@on_ranks(2, timeout=240)
-def test_inputs_may_be_late_for_other_tensors_on_other_ranks(door: str) -> None:
-    rank, _ = start(door)
+@pytest.mark.parametrize("length", [1, 1000])
+@on_ranks(1, 2, 4, timeout=240)
+def test_ranks_may_trace_in_reversed_orders(length: int) -> None:
+    start("auto")
+    run_in_reversed_orders(length)
+
+
+def run_with_late_inputs() -> None:
+    """Run steps in which each rank has other inputs late."""
 
     def late(x: Any, turns: Any) -> Any:
         return jax.lax.fori_loop(0, turns, lambda _, y: jnp.sin(y) + x, x)
@@ -156,31 +162,56 @@ def test_inputs_may_be_late_for_other_tensors_on_other_ranks(door: str) -> None:
 
     step = jax.jit(traced)
     arrays = [jnp.full(50, float(k)) for k in range(20)]
-    turns = jnp.array([100 if k % 2 == rank else 1 for k in range(20)])
-    for _ in range(300):
+    turns = jnp.array([100 if k % hvd.size() == hvd.rank() else 1 for k in range(20)])
+    for _ in range(STEPS):
         results = step(arrays, turns)
     assert all(np.isfinite(np.asarray(each)).all() for each in results)
 
 
-@on_ranks(2, timeout=120)
-def test_two_graphs_run_from_two_threads() -> None:
-    rank, _ = start("auto")
+@both_doors
+@on_ranks(1, 2, 4, timeout=240)
+def test_inputs_may_be_late_for_other_tensors_on_other_ranks(door: str) -> None:
+    start(door)
+    run_with_late_inputs()
+
+
+def run_two_at_once() -> None:
+    """Run two programs from two threads, which the ranks start in different orders."""
+    rank, size = hvd.rank(), hvd.size()
     steps = [jax.jit(lambda x, k=k: hvd.allreduce(x, hvd.Sum, name=f"thread {k}")) for k in range(2)]
     array = jnp.full(100, float(rank))
     wrong: list[Any] = []
 
     def run(k: int) -> None:
-        for _ in range(100):
-            result = np.asarray(steps[k](array))
-            if (result != 1).any():
-                wrong.append(result)
+        try:
+            for _ in range(STEPS):
+                assert (np.asarray(steps[k](array)) == sum(range(size))).all()
+        except BaseException as exc:
+            wrong.append(exc)
 
-    threads = [threading.Thread(target=run, args=(k,)) for k in (range(2) if rank else range(2)[::-1])]
+    threads = [threading.Thread(target=run, args=(k,)) for k in (range(2) if rank % 2 else range(2)[::-1])]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@on_ranks(1, 2, 4, timeout=120)
+def test_two_graphs_run_from_two_threads() -> None:
+    start("auto")
+    run_two_at_once()
+
+
+@both_doors
+@on_ranks(1, 2, 4, timeout=400, env={ONE_CORE: "1"})
+def test_the_same_on_one_core(door: str) -> None:
+    use_one_core()
+    start(door)
+    run_with_late_inputs()
+    if door == "auto":
+        run_in_reversed_orders(1000)
+        run_two_at_once()
 
 
 @both_doors

@@ -16,7 +16,9 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: run `make test-frameworks`")
 
 import pyhvd.tensorflow as hvd
-from tests.frameworks.doors import NATIVE, on_doors
+from tests.frameworks.doors import NATIVE, ONE_CORE, on_doors, use_one_core
+
+_STEPS = 300
 
 
 def _late(tensor: Any, turns: int) -> Any:
@@ -42,34 +44,33 @@ def _many(*, reverse: bool) -> Callable[[Any], Any]:
     return step  # type: ignore[no-any-return]
 
 
-def _run_many(step: Callable[[Any], Any], steps: int) -> None:
+def _run_many(step: Callable[[Any], Any], steps: int = _STEPS) -> None:
     for number in range(steps):
         results = step(tf.fill([5], float(number)))
-        assert [each[0].numpy() for each in results] == [2.0 * (number + k) for k in range(20)]
+        assert [each[0].numpy() for each in results] == [hvd.size() * (number + k) for k in range(20)]
 
 
-@on_doors(timeout=400)
+@on_doors(timeout=400, sizes=(1, 2, 4))
 def test_late_inputs() -> None:
     _started()
-    _run_many(_many(reverse=False), 300)
+    _run_many(_many(reverse=False))
 
 
-@on_doors(NATIVE, timeout=400)
+@on_doors(NATIVE, timeout=400, sizes=(1, 2, 4))
 def test_ranks_trace_in_another_order() -> None:
     _started()
-    _run_many(_many(reverse=hvd.rank() == 1), 300)
+    _run_many(_many(reverse=hvd.rank() % 2 == 1))
 
 
 @on_doors(NATIVE, timeout=400, TEST_INTER_OP="1")
 def test_one_thread_of_the_executor() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(1)
     _started()
-    _run_many(_many(reverse=hvd.rank() == 1), 300)
+    _run_many(_many(reverse=hvd.rank() == 1))
 
 
-@on_doors(NATIVE, timeout=400)
-def test_two_graphs_at_once() -> None:
-    _started()
+def _run_two_at_once() -> None:
+    """Run two graphs from two threads, which the ranks start in different orders."""
     wrong: list[BaseException] = []
 
     def train(name: str) -> None:
@@ -78,19 +79,35 @@ def test_two_graphs_at_once() -> None:
             return [hvd.allreduce(x + k, op=hvd.Sum, name=f"{name}.{k}") for k in range(5)]
 
         try:
-            for number in range(200):
+            for number in range(_STEPS):
                 assert [each.numpy() for each in step(tf.constant(float(number)))] == [
-                    2.0 * (number + k) for k in range(5)
+                    hvd.size() * (number + k) for k in range(5)
                 ]
         except BaseException as exc:
             wrong.append(exc)
 
     threads = [threading.Thread(target=train, args=(name,)) for name in ("a", "b")]
-    for thread in threads if hvd.rank() == 0 else reversed(threads):
+    for thread in reversed(threads) if hvd.rank() % 2 else threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@on_doors(NATIVE, timeout=400, sizes=(1, 2, 4))
+def test_two_graphs_at_once() -> None:
+    _started()
+    _run_two_at_once()
+
+
+@on_doors(timeout=400, sizes=(1, 2, 4), **{ONE_CORE: "1"})
+def test_the_same_on_one_core() -> None:
+    use_one_core()
+    _started()
+    native = hvd.graph_ops() == NATIVE
+    _run_many(_many(reverse=native and hvd.rank() % 2 == 1))
+    if native:
+        _run_two_at_once()
 
 
 @on_doors()
