@@ -77,9 +77,9 @@ PARTS = {
         workers=3,
     ),
     # Each worker has simulated hosts of its own.
-    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=3, thinned=True),
+    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=2, thinned=True),
     "hosts-openmpi": Part(
-        ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=3, thinned=True
+        ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=2, thinned=True
     ),
     "slurm-mpich": Part(".venv", ("tests/slurm",), tool="/usr/sbin/slurmctld"),
     "slurm-openmpi": Part(".venv-openmpi", ("tests/slurm",), tool="/usr/sbin/slurmctld"),
