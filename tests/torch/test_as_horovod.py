@@ -361,7 +361,7 @@ def _differs(found: Any, names: list[str], path: str) -> str:
 # What pyhvd has not, and a word of what its error recommends.
 ABSENT = {
     "mxnet": "grouped_allreduce",
-    **dict.fromkeys(("ray", "ray.runner"), r"pyhvd\.launch\(fn, np=4\)"),
+    "ray.elastic": r"pyhvd\.launch\(fn, discovery=\)",
     **dict.fromkeys(
         (f"spark.{name}" for name in ("keras", "lightning", "torch")), r"pyhvd\.spark\.Estimator"
     ),
@@ -374,6 +374,11 @@ ABSENT = {
 def test_what_pyhvd_has_not_says_what_to_do(name: str, horovod: Any) -> None:
     with pytest.raises(ImportError, match=rf"pyhvd.* has no horovod\..*{ABSENT[name]}"):
         horovod(name)
+
+
+@pytest.mark.parametrize("name", ["ray", "ray.runner"])
+def test_ray_has_the_executor(name: str, horovod: Any) -> None:
+    assert horovod(name).RayExecutor.__module__ == "pyhvd.ray.executor"
 
 
 @pytest.mark.parametrize(
