@@ -33,7 +33,8 @@ from pyhvd.job.agent.host_facts import gather
 from pyhvd.job.agent.program_process import ProgramProcess
 from pyhvd.job.connections import BEAT_S, ELASTIC_BEAT_S
 from pyhvd.job.messages import Again, Beat, Member, Prepare, Stop, decode_from_driver, encode, hello
-from pyhvd.job.process.signals import ENDING, FORWARDED, ignore
+from pyhvd.job.process.guardian import ignore
+from pyhvd.job.process.signals import ENDING, FORWARDED
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session

@@ -36,7 +36,7 @@ import msgspec
 
 from pyhvd.job.mpi.rank_env import read_rank_env, set_defaults
 from pyhvd.job.process import guardian
-from pyhvd.job.process.signals import FORWARDED, ignore
+from pyhvd.job.process.signals import FORWARDED
 from pyhvd.job.rank.living import NEEDED
 
 MAX_REQUEST = 1 << 20
@@ -244,7 +244,7 @@ def serve(channel: socket.socket) -> None:
     """Import the modules of the agent's first message, then fork ranks until the channel closes."""
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     before = {number: signal.getsignal(number) for number in FORWARDED}
-    ignore(FORWARDED)
+    guardian.ignore(FORWARDED)
     first = receive(channel)
     if first is None or not isinstance(first[0], Preload):
         return

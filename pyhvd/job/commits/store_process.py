@@ -20,7 +20,8 @@ import msgspec
 from pyhvd.job.commits.store import CommitStore, StoreError
 from pyhvd.job.commits.vault import Seal, Vault, VaultError
 from pyhvd.job.messages import Restored, StoreOrder
-from pyhvd.job.process.signals import FORWARDED, ignore
+from pyhvd.job.process.guardian import ignore
+from pyhvd.job.process.signals import FORWARDED
 
 WRITE, RESTORE = "write", "restore"
 # Time between two looks at the vault.

@@ -23,11 +23,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from pyhvd.job.process.segments import remove, segments_of
-from pyhvd.job.process.signals import FORWARDED, ignore
+from pyhvd.job.process.signals import FORWARDED
 
 _PR_SET_PDEATHSIG = 1
 # A process that is inside the kernel may stop later than it was told to.
@@ -58,6 +58,17 @@ def signal_group(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process group, if there is one that this user may signal."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
+
+
+def ignore(numbers: Iterable[signal.Signals]) -> None:
+    """Let signals have no effect on this process, which looks after others.
+
+    Slurm sends a signal to every process of a job step. Programs that this process executes have the default
+    action again, as they would not if the signals were ignored.
+    """
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 def guard(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from pyhvd.common.text import describe_ranks
@@ -33,17 +33,6 @@ def to_handle() -> list[signal.Signals]:
     """Return the signals to handle and forward; not SIGHUP if this process ignores it, as under nohup."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in FORWARDED if not (nohup and number == signal.SIGHUP)]
-
-
-def ignore(numbers: Iterable[signal.Signals]) -> None:
-    """Let signals have no effect on this process, which looks after others.
-
-    Slurm sends a signal to every process of a job step. Programs that this process executes have the default
-    action again, as they would not if the signals were ignored.
-    """
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
 
 
 def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:

@@ -71,7 +71,8 @@ def prepare(control: socket.socket) -> RankEnv:
     launcher_hooks.tell_up = segments.remove_own
     rank_env = read_rank_env()
     assert rank_env is not None
-    leave_sigterm_to_agent(os.environ)
+    if "SLURM_JOB_ID" in os.environ:
+        leave_sigterm_to_agent(os.environ)
     set_defaults(rank_env, os.environ)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

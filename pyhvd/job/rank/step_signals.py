@@ -16,11 +16,11 @@ from pyhvd.job.mpi.rank_env import read_generation
 
 
 def leave_sigterm_to_agent(environ: Mapping[str, str]) -> None:
-    """Let SIGTERM end this rank only if the launcher has sent it; in an elastic job inside Slurm.
+    """Let SIGTERM end this rank only if the launcher has sent it, in an elastic job; call it inside Slurm.
 
     A handler of the program replaces this one. Processes that the rank starts end at SIGTERM as ever.
     """
-    if "SLURM_JOB_ID" not in environ or read_generation(environ) is None:
+    if read_generation(environ) is None:
         return
     from pyhvd.job.commits.vault import DESCRIPTORS, Vault  # in these jobs alone: it imports numpy
 

@@ -51,7 +51,8 @@ def run_rank(control: socket.socket) -> int:
     rank_env = read_rank_env()
     assert rank_env is not None
     known = read_generation(os.environ)
-    leave_sigterm_to_agent(os.environ)
+    if "SLURM_JOB_ID" in os.environ:
+        leave_sigterm_to_agent(os.environ)
     message = set_defaults(rank_env, os.environ)
     let_hangup_end(os.environ)  # the launcher alone sends SIGHUP, and knows of nohup
     if message is not None and rank_env.rank == 0 and (known is None or not known.number):
