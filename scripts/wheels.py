@@ -47,7 +47,7 @@ for dtype in ("f4", "f8", "f2", "i4"):
 
 @dataclass
 class Made:
-    """A wheel, its size (bytes), and what was tried with it."""
+    """A wheel or the sdist, and what was tried with it."""
 
     path: Path
     tried: str = "built only"
