@@ -158,6 +158,7 @@ def test_a_rank_that_does_not_end_its_call_is_killed(
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.usefixtures("hosts")
 def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
     program = f"""
         import os, pathlib, sys, time
