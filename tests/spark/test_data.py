@@ -81,6 +81,7 @@ def test_from_a_dataframe_to_the_ranks(spark: Any, frame: Any, mark: dict[str, s
     assert spark.read.parquet(str(tmp_path / "data")).selectExpr("sum(row)").first()[0] == 499_500
 
 
+@pytest.mark.any_spark
 def test_the_order_of_the_partitions(spark: Any, tmp_path: Path) -> None:
     frame = spark.range(0, 100, numPartitions=5)
     dataset = pyhvd.spark.prepare(frame, f"file://{tmp_path}/data", shuffle=False)
@@ -91,6 +92,7 @@ def test_the_order_of_the_partitions(spark: Any, tmp_path: Path) -> None:
     assert [part.rows for part in again.parts] == [40, 60]
 
 
+@pytest.mark.any_spark
 def test_one_seed_gives_one_order(spark: Any, tmp_path: Path) -> None:
     frame = spark.range(0, 100, numPartitions=3)
     orders = []
@@ -102,6 +104,7 @@ def test_one_seed_gives_one_order(spark: Any, tmp_path: Path) -> None:
     assert sorted(orders[2]) == list(range(100)) != orders[2]
 
 
+@pytest.mark.any_spark
 def test_taking_the_place_of_what_it_reads_from(spark: Any, tmp_path: Path) -> None:
     path = tmp_path / "data"
     pyhvd.spark.prepare(spark.range(0, 50), path)
@@ -132,6 +135,7 @@ def test_what_an_unfinished_job_left(spark: Any, tmp_path: Path) -> None:
     assert not left.exists()
 
 
+@pytest.mark.any_spark
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
@@ -149,6 +153,7 @@ def test_what_no_array_holds(spark: Any, tmp_path: Path, expression: str, text: 
     assert not list(tmp_path.rglob("*.parquet"))
 
 
+@pytest.mark.any_spark
 def test_columns_that_are_not_there_or_twice(spark: Any, tmp_path: Path) -> None:
     frame = spark.range(3)
     with pytest.raises(DataError, match="no column 'label'; there are id"):
@@ -271,6 +276,7 @@ def test_columns_of_a_partition(spark: Any, mark: dict[str, str]) -> None:
     assert said == ["there is no column 'label'; there are id", "id"]
 
 
+@pytest.mark.any_spark
 def test_partitions_of_which_one_is_empty(spark: Any, mark: dict[str, str]) -> None:
     with pytest.raises(hvd.RankFailedError) as caught:
         pyhvd.spark.run(own_rows, (1, True), num_proc=2, env=mark, df=spark.range(1).selectExpr("id as row"))
@@ -292,6 +298,7 @@ def test_a_rank_without_a_partition(spark: Any, mark: dict[str, str]) -> None:
         pyhvd.spark.run(own_rows, (1, True), num_proc=1, env=mark)
 
 
+@pytest.mark.any_spark
 def test_columns_that_no_rank_could_use(spark: Any) -> None:
     with pytest.raises(DataError, match=r"column 'x' is of type decimal"):
         pyhvd.spark.run(own_rows, num_proc=2, df=spark.range(3).selectExpr("cast(id as decimal) as x"))

@@ -114,6 +114,7 @@ def mean_error(outputs: Array, labels: Array) -> float:
     return float(abs(outputs - labels).mean())
 
 
+@pytest.mark.any_spark
 def test_validation_by_fraction_and_by_column(rows: Any, make: Callable[..., Any]) -> None:
     chosen = {"epochs": 30, "batch_size": 8, "metrics": {"error": mean_error}}
     model = make(validation=0.25, **chosen).fit(rows)
@@ -164,6 +165,7 @@ def own_loop(training: Training) -> Callable[[Any], Any]:
     return lambda features: (features[1] % 4 == 0, np.outer(features[1], [1, seen]))
 
 
+@pytest.mark.any_spark
 def test_a_loop_of_ones_own(rows: Any, make: Callable[..., Any]) -> None:
     chosen = {"model": None, "optimizer": None, "train_fn": own_loop, "run_id": "own"}
     columns = {"feature_cols": ["x", "id"], "label_cols": ["y", "held"]}
@@ -247,6 +249,7 @@ def test_it_is_an_estimator_of_spark_ml(spark: Any, make: Callable[..., Any], tm
         estimator.fit(frame, {estimator.epochs: 0})
 
 
+@pytest.mark.any_spark
 @pytest.mark.parametrize("maps", [[{}, {}], [{}, {"run_id": "b"}]])
 def test_several_fits_share_no_run(rows: Any, make: Callable[..., Any], maps: list[dict[str, str]]) -> None:
     estimator = make(run_id=None if maps[1] else "a")
@@ -255,6 +258,7 @@ def test_several_fits_share_no_run(rows: Any, make: Callable[..., Any], maps: li
         estimator.fit(rows, params)
 
 
+@pytest.mark.any_spark
 def test_a_saved_model_is_the_same(rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
     model = make(epochs=2, run_id="kept").fit(rows)
     model.set(model.output_cols, ["guess"])
@@ -374,6 +378,7 @@ def test_transform_leaves_the_other_columns_as_they_are(
         model.transform(longer).collect()
 
 
+@pytest.mark.any_spark
 def test_a_dataframe_that_cannot_be_used(rows: Any, make: Callable[..., Any]) -> None:
     with pytest.raises(DataError, match="no column 'z'"):
         make(feature_cols=["z"]).fit(rows)
@@ -387,6 +392,7 @@ def test_a_dataframe_that_cannot_be_used(rows: Any, make: Callable[..., Any]) ->
         make().fit(rows.limit(3))
 
 
+@pytest.mark.any_spark
 def test_columns_without_numbers_are_refused_at_the_call(rows: Any, make: Callable[..., Any]) -> None:
     texts = rows.selectExpr("x", "y", "id", "string(y) as text", "array(string(y)) as texts")
     for changed, named in (
@@ -406,6 +412,7 @@ def test_columns_without_numbers_are_refused_at_the_call(rows: Any, make: Callab
         model.transform(texts.selectExpr("text as x"))
 
 
+@pytest.mark.any_spark
 def test_more_ranks_than_slots_are_refused_before_the_data_are_written(
     rows: Any, make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,6 +422,7 @@ def test_more_ranks_than_slots_are_refused_before_the_data_are_written(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.any_spark
 def test_a_null_vector_is_named(spark: Any, rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
     holed = rows.selectExpr("case when id != 7 then x end as x", "y")
     named = "column 'x' holds 1 nulls among .* drop the rows"
