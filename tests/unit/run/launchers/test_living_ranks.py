@@ -161,8 +161,11 @@ def test_a_rank_that_does_not_end_its_call_is_killed(
 @pytest.mark.usefixtures("hosts")
 def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
     program = f"""
-        import os, pathlib, sys, time
+        import os, pathlib, signal, sys, time
         import pyhvd as hvd
+
+        # A suite in the background of a shell inherits SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def wait():
             rank = os.environ["HOROVOD_RANK"]
