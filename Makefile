@@ -90,7 +90,7 @@ test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spar
 	@scripts/test_debian.sh
 
 .PHONY: test-rest
-test-rest: all-venvs ## what test-all adds to test
+test-rest: all-venvs ## what test-all adds to the parts of test, and its other parts thinned out
 	@$(SUITE) --rest --all
 
 .PHONY: test-unit

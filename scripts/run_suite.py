@@ -1,7 +1,7 @@
 """Run parts of the test suite, each in its own venv, and close with one line that sums them up.
 
 Without names the parts of `make test` run, thinned out; --full runs all combinations of them, --rest those
-that a thinned run has left out.
+that a thinned run has left out. With --rest other parts are thinned out too.
 
 A failing part does not stop the others. The exit status is 1 if any part failed or ran no test at all. What
 failed is shown again at the end: the message of each test, and the stacks of a worker that crashed.
@@ -77,7 +77,7 @@ PARTS = {
         workers=3,
     ),
     # Each worker has simulated hosts of its own.
-    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=2, thinned=True),
+    "hosts-mpich": Part(".venv", ("tests/hosts",), arguments=BY_FILE, workers=3, thinned=True),
     "hosts-openmpi": Part(
         ".venv-openmpi", ("tests/hosts",), arguments=(*BY_FILE, "-m", "not any_mpi"), workers=2, thinned=True
     ),
@@ -106,7 +106,7 @@ PARTS = {
     "ray": Part(".venv-ray", ("tests/ray",)),
     "spark35": Part(".venv-spark35", SPARK_MAIN_PATH, arguments=(*BY_FILE, "-m", "not any_spark"), workers=2),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
-    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=4, thinned=True),
+    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=6, thinned=True),
     "py314t": Part(
         ".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine", workers=3
     ),
@@ -230,9 +230,9 @@ def count(report: Path, outcome: Outcome) -> None:
 
 def scope_of(name: str, *, full: bool, rest: bool) -> list[str]:
     """Return pytest's option for the combinations of parameters that a part runs."""
-    if rest and name in PLAIN:
-        return ["--rest"]
-    return ["--full"] if (full or rest) and not PARTS[name].thinned else []
+    if rest:
+        return ["--rest"] if name in PLAIN else []
+    return ["--full"] if full and not PARTS[name].thinned else []
 
 
 def main() -> int:
@@ -245,7 +245,9 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="run all parts")
     parser.add_argument("--full", action="store_true", help="run every combination and every slow test")
     parser.add_argument(
-        "--rest", action="store_true", help=f"run what --full adds to {', '.join(PLAIN)}; all of other parts"
+        "--rest",
+        action="store_true",
+        help=f"run what --full adds to {', '.join(PLAIN)}; other parts thinned out",
     )
     parser.add_argument("--limit", type=float, default=1800, help="seconds that one part may take")
     parser.add_argument("--pytest-args", default="", help="further arguments for pytest, one string")
