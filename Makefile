@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 GENERATED = pyhvd/_fusion.c pyhvd/native/shared_memory.c
 NATIVE = setup.py $(wildcard pyhvd/*.pyx pyhvd/native/*.px[di] pyhvd/native/*.pyx pyhvd/native/src/*/*.[ch] pyhvd/native/include/*.h pyhvd/native/graph_ops/*.[ch]pp pyhvd/native/graph_ops/*/*.h)
 C_ROOT = pyhvd/native/src
-C_SOURCES = $(wildcard $(C_ROOT)/*/*.[ch] pyhvd/native/include/*.h tests/faults/races/*.[ch] tests/c_sources/*.c)
+C_SOURCES = $(wildcard $(C_ROOT)/*/*.[ch] pyhvd/native/include/*.h tests/faults/races/*.[ch] tests/c_sources/*.c tests/devices/fakes/*.[ch])
 SOURCES = $(NATIVE) $(shell find pyhvd -name '*.py')
 
 # The extension is built inside the source tree, once per interpreter: one generated C source serves all builds,

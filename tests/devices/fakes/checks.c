@@ -28,7 +28,7 @@ struct block {
     uint64_t address;
     size_t bytes;
     int is_host, device, freed;
-    struct fake_site free_site;
+    struct fake_site made, free_site;
     struct access *accesses;
 };
 
@@ -39,7 +39,10 @@ static char component_used[FAKE_CLOCKS];
 static char *texts;
 static size_t n_text;
 static long n_calls;
-static struct { char name[48]; long count; } counts[192];
+static struct {
+    char name[48];
+    long count;
+} counts[192];
 static int n_counts;
 static int hosts_are_separate;
 static struct fake_clock common_host, handed[64];
@@ -80,21 +83,24 @@ CUresult fake_leave(CUresult result) {
 
 static int write_site(char *text, size_t size, const struct fake_site *site) {
     Dl_info info;
-    if (!site) return snprintf(text, size, "none");
+    if (!site || !site->call) return snprintf(text, size, "none");
     if (!dladdr(site->from, &info) || !info.dli_fname) {
         return snprintf(text, size, "[%s] %s, call %ld", site->label, site->call, site->number);
     }
     const char *file = strrchr(info.dli_fname, '/');
     long offset = (long)((char *)site->from - (char *)info.dli_fbase);
-    return snprintf(text, size, "[%s] %s, call %ld, from %s+0x%lx %s", site->label, site->call, site->number,
-                    file ? file + 1 : info.dli_fname, offset, info.dli_sname ? info.dli_sname : "");
+    return snprintf(text, size, "[%s] %s, call %ld, from %s+0x%lx %s", site->label, site->call,
+                    site->number, file ? file + 1 : info.dli_fname, offset,
+                    info.dli_sname ? info.dli_sname : "");
 }
 
-void fake_report(const char *kind, const struct fake_site *first, const struct fake_site *second, const char *what) {
+void fake_report(const char *kind, const struct fake_site *first, const struct fake_site *second,
+                 const char *what) {
     char one[256], two[256], line[768];
     write_site(one, sizeof one, first);
     write_site(two, sizeof two, second);
-    int length = snprintf(line, sizeof line, "%s: %s; first: %s; second: %s\n", kind, what, one, two);
+    int length = snprintf(line, sizeof line, "%s: %s; first: %s; second: %s\n", kind, what, one,
+                          two);
     if (n_text > 1 << 20) return;
     texts = realloc(texts, n_text + (size_t)length + 1);
     memcpy(texts + n_text, line, (size_t)length + 1);
@@ -140,7 +146,9 @@ void fake_cuda_reset(void) {
     pthread_mutex_unlock(&fake_lock);
 }
 
-void fake_cuda_label(const char *label) { snprintf(thread_label, sizeof thread_label, "%s", label); }
+void fake_cuda_label(const char *label) {
+    snprintf(thread_label, sizeof thread_label, "%s", label);
+}
 
 struct fake_site fake_cuda_called(const char *call, void *from) {
     struct fake_site site = fake_enter(call, from);
@@ -148,7 +156,8 @@ struct fake_site fake_cuda_called(const char *call, void *from) {
     return site;
 }
 
-void fake_cuda_report(const char *kind, const struct fake_site *first, const struct fake_site *second, const char *what) {
+void fake_cuda_report(const char *kind, const struct fake_site *first,
+                      const struct fake_site *second, const char *what) {
     pthread_mutex_lock(&fake_lock);
     fake_report(kind, first, second, what);
     pthread_mutex_unlock(&fake_lock);
@@ -219,7 +228,9 @@ void fake_cuda_host_acquire(unsigned key) {
 static struct block *find_block(uint64_t address) {
     struct block *found = NULL;
     for (struct block *each = blocks; each; each = each->next) {
-        if (address >= each->address && address < each->address + each->bytes && (!found || !each->freed)) found = each;
+        if (address >= each->address && address < each->address + each->bytes &&
+            (!found || !each->freed))
+            found = each;
     }
     return found;
 }
@@ -238,14 +249,18 @@ int fake_device_of(uint64_t address) {
 uint64_t fake_allocate(size_t bytes, int is_host, int device, const struct fake_site *site) {
     struct block *made = calloc(1, sizeof *made);
     void *memory = aligned_alloc(512, (bytes + 511) / 512 * 512);
-    (void)site;
     if (!memory || !made) {
         free(made);
         free(memory);
         return 0;
     }
     memset(memory, 0xA5, bytes);
-    *made = (struct block){.next = blocks, .address = (uint64_t)memory, .bytes = bytes, .is_host = is_host, .device = device};
+    *made = (struct block){.next = blocks,
+                           .address = (uint64_t)memory,
+                           .bytes = bytes,
+                           .is_host = is_host,
+                           .made = *site,
+                           .device = device};
     blocks = made;
     return made->address;
 }
@@ -260,7 +275,7 @@ static void forget_accesses(struct block *block) {
 
 /* Release freed memory when there is much of it, and no work that could still use it. */
 static void release_kept(void) {
-    if (kept_bytes < (size_t)64 << 20 || fake_any_busy()) return;
+    if (kept_bytes < (size_t)64 << 20 || fake_busy_mark()) return;
     for (struct block **at = &blocks; *at;) {
         struct block *each = *at;
         if (!each->freed) {
@@ -296,13 +311,16 @@ static int covers(const struct access *new, const struct access *old) {
 }
 
 /* Compare with the accesses of a block and add the new one; drop those which it makes superfluous. */
-static void check_block(struct block *block, const struct who *who, const struct access *new, const char *kind) {
+static void check_block(struct block *block, const struct who *who, const struct access *new,
+                        const char *kind) {
     for (struct access **at = &block->accesses; *at;) {
         struct access *old = *at;
         int overlaps = old->first < new->end && new->first < old->end;
         int ordered = old->time <= who->clock->at[old->component];
         if (overlaps && (old->writes || new->writes) && !ordered) {
-            fake_report(kind, &old->site, who->site, old->writes ? "not ordered after the last write" : "not ordered after a read");
+            fake_report(kind, &old->site, who->site,
+                        old->writes ? "not ordered after the last write"
+                                    : "not ordered after a read");
         }
         if (covers(new, old)) {
             *at = old->next;
@@ -325,10 +343,15 @@ static void check_range(const struct who *who, const struct fake_range *range, u
     } else if (block->freed) {
         fake_report("use-after-free", &block->free_site, who->site, "the memory has been freed");
     } else if (range->address + range->bytes > block->address + block->bytes) {
-        fake_report("out-of-bounds", NULL, who->site, "the range ends after its allocation");
+        fake_report("out-of-bounds", &block->made, who->site,
+                    "the range ends after its allocation");
     } else {
-        struct access new = {.first = range->address, .end = range->address + range->bytes, .writes = range->writes,
-                             .component = who->component, .time = time, .site = *who->site};
+        struct access new = {.first = range->address,
+                             .end = range->address + range->bytes,
+                             .writes = range->writes,
+                             .component = who->component,
+                             .time = time,
+                             .site = *who->site};
         check_block(block, who, &new, "unordered");
     }
 }
@@ -353,13 +376,18 @@ void fake_cuda_host_access(const void *address, size_t bytes, int writes) {
 
 static struct block *find_to_free(uint64_t address, const struct fake_site *site) {
     struct block *block = find_block(address);
-    if (block && block->freed) fake_report("use-after-free", &block->free_site, site, "the memory is freed twice");
+    if (block && block->freed)
+        fake_report("use-after-free", &block->free_site, site, "the memory is freed twice");
     return block && !block->freed && block->address == address ? block : NULL;
 }
 
 static void check_free(struct block *block, const struct who *who, uint32_t time) {
-    struct access all = {.first = block->address, .end = block->address + block->bytes, .writes = 1,
-                         .component = who->component, .time = time, .site = *who->site};
+    struct access all = {.first = block->address,
+                         .end = block->address + block->bytes,
+                         .writes = 1,
+                         .component = who->component,
+                         .time = time,
+                         .site = *who->site};
     check_block(block, who, &all, "freed-in-use");
     mark_freed(block, who->site);
 }

@@ -89,10 +89,11 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     struct fake_site site = ENTER();
     if (device < 0 || device >= n_devices()) return fake_leave(CUDA_ERROR_INVALID_DEVICE);
     if (allowed_ordinal >= 0 && device != allowed_ordinal) {
-        fake_report("wrong-device", NULL, &site, "a context is made on a device that is not the rank's");
+        fake_report("wrong-device", &contexts[allowed_ordinal].made, &site,
+                    "a context is made on a device that is not the rank's");
     }
     contexts[device].device = device;
-    contexts[device].retained++;
+    if (!contexts[device].retained++) contexts[device].made = site;
     *context = &contexts[device];
     return fake_leave(CUDA_SUCCESS);
 }
@@ -107,7 +108,8 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
 
 CUresult cuCtxPushCurrent_v2(CUcontext context) {
     ENTER();
-    if (!context || !context->retained || depth == 16) return fake_leave(CUDA_ERROR_INVALID_CONTEXT);
+    if (!context || !context->retained || depth == 16)
+        return fake_leave(CUDA_ERROR_INVALID_CONTEXT);
     stack[depth++] = context;
     return fake_leave(CUDA_SUCCESS);
 }
@@ -142,7 +144,8 @@ CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
 
 /* Memory */
 
-static CUresult allocate(uint64_t *address, size_t bytes, int is_host, const struct fake_site *site) {
+static CUresult allocate(uint64_t *address, size_t bytes, int is_host,
+                         const struct fake_site *site) {
     if (!fake_current()) return CUDA_ERROR_INVALID_CONTEXT;
     if (!bytes) return CUDA_ERROR_INVALID_VALUE;
     if (fake_illegal_in_capture(site, NULL)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -154,7 +157,7 @@ static CUresult allocate(uint64_t *address, size_t bytes, int is_host, const str
 
 static CUresult release(uint64_t address, const struct fake_site *site) {
     if (fake_illegal_in_capture(site, NULL)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    if (fake_any_busy()) fake_blocks(site);
+    fake_blocks(site, fake_busy_mark());
     return fake_free_now(address, site) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -182,7 +185,8 @@ CUresult cuMemFreeHost(void *address) {
 CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream handle) {
     struct fake_site site = ENTER();
     struct fake_stream *stream = fake_find_stream(handle, &site);
-    if (!stream || !bytes) return fake_leave(stream ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE);
+    if (!stream || !bytes)
+        return fake_leave(stream ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE);
     *address = fake_allocate(bytes, 0, stream->context->device, &site);
     struct fake_item *item = fake_new_item(&site);
     item->ranges[0] = (struct fake_range){*address, bytes, 1, 0};
@@ -204,10 +208,14 @@ CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address) {
     ENTER();
     int is_host = 0, device = fake_device_of(address);
     if (device < 0 || !fake_is_ours(address, &is_host)) return fake_leave(CUDA_ERROR_INVALID_VALUE);
-    if (attribute == 1) *(CUcontext *)data = &contexts[device];
-    else if (attribute == 2) *(unsigned *)data = is_host ? 1 : 2;
-    else if (attribute == 9) *(int *)data = device;
-    else return fake_leave(CUDA_ERROR_INVALID_VALUE);
+    if (attribute == 1)
+        *(CUcontext *)data = &contexts[device];
+    else if (attribute == 2)
+        *(unsigned *)data = is_host ? 1 : 2;
+    else if (attribute == 9)
+        *(int *)data = device;
+    else
+        return fake_leave(CUDA_ERROR_INVALID_VALUE);
     return fake_leave(CUDA_SUCCESS);
 }
 
@@ -232,7 +240,8 @@ static void release_copy(void *argument) {
 }
 
 /* Pageable sources are staged before the call returns; a copy to pageable memory waits for the device, as the driver does. */
-static CUresult queue_copy(const struct fake_site *site, CUstream handle, struct fake_range to, struct fake_range from) {
+static CUresult queue_copy(const struct fake_site *site, CUstream handle, struct fake_range to,
+                           struct fake_range from) {
     struct fake_stream *stream = fake_find_stream(handle, site);
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
     if (!from.bytes) return CUDA_SUCCESS;
@@ -251,7 +260,7 @@ static CUresult queue_copy(const struct fake_site *site, CUstream handle, struct
     item->argument = copy;
     CUresult result = fake_queue(stream, item);
     if (to.may_be_foreign && !fake_is_ours(to.address, NULL) && !stream->capture) {
-        fake_blocks(site);
+        fake_blocks(site, stream->latest);
         fake_wait_mark(stream->latest);
     }
     return result;
@@ -259,7 +268,8 @@ static CUresult queue_copy(const struct fake_site *site, CUstream handle, struct
 
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
     struct fake_site site = ENTER();
-    return fake_leave(queue_copy(&site, stream, (struct fake_range){to, bytes, 1, 1}, (struct fake_range){from, bytes, 0, 1}));
+    return fake_leave(queue_copy(&site, stream, (struct fake_range){to, bytes, 1, 1},
+                                 (struct fake_range){from, bytes, 0, 1}));
 }
 
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
@@ -276,7 +286,8 @@ CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream
 
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
     struct fake_site site = ENTER();
-    return fake_leave(queue_copy(&site, stream, (struct fake_range){to, bytes, 1, 0}, (struct fake_range){from, bytes, 0, 0}));
+    return fake_leave(queue_copy(&site, stream, (struct fake_range){to, bytes, 1, 0},
+                                 (struct fake_range){from, bytes, 0, 0}));
 }
 
 static void run_memset(void *argument) {
@@ -302,7 +313,8 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUst
 /* Modules and launches */
 
 /* Register a kernel: the bytes of its parameters, what it does, and which memory it reads and writes. */
-int fake_cuda_register_kernel(const char *name, const size_t *sizes, int n, fake_kernel_body run, fake_kernel_ranges ranges) {
+int fake_cuda_register_kernel(const char *name, const size_t *sizes, int n, fake_kernel_body run,
+                              fake_kernel_ranges ranges) {
     if (n > MOST_PARAMETERS) return CUDA_ERROR_INVALID_VALUE;
     struct fake_kernel *made = calloc(1, sizeof *made);
     snprintf(made->name, sizeof made->name, "%s", name);
@@ -320,7 +332,8 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     struct fake_site site = ENTER();
     if (!fake_current()) return fake_leave(CUDA_ERROR_INVALID_CONTEXT);
     if (!image) return fake_leave(CUDA_ERROR_INVALID_VALUE);
-    if (fake_illegal_in_capture(&site, NULL)) return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    if (fake_illegal_in_capture(&site, NULL))
+        return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     *module = calloc(1, sizeof **module);
     (*module)->alive = 1;
     return fake_leave(CUDA_SUCCESS);
@@ -329,7 +342,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
 CUresult cuModuleUnload(CUmodule module) {
     struct fake_site site = ENTER();
     if (!module || !module->alive) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
-    if (fake_any_busy()) fake_blocks(&site);
+    fake_blocks(&site, fake_busy_mark());
     module->alive = 0;
     return fake_leave(CUDA_SUCCESS);
 }
@@ -368,8 +381,9 @@ static void release_launch(void *argument) {
     free(launch);
 }
 
-CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                        unsigned shared, CUstream handle, void **parameters, void **extra) {
+CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                        unsigned by, unsigned bz, unsigned shared, CUstream handle,
+                        void **parameters, void **extra) {
     struct fake_site site = ENTER();
     struct fake_stream *stream = fake_find_stream(handle, &site);
     (void)shared;
@@ -390,9 +404,46 @@ CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned 
     return fake_leave(fake_queue(stream, item));
 }
 
+/* Functions of a test that run as work of a stream */
+
+struct function {
+    fake_function run;
+    void *argument;
+    int n;
+    struct fake_range ranges[];
+};
+
+static int declare_function(void *argument, struct fake_range *ranges, int most) {
+    struct function *function = argument;
+    int n = function->n < most ? function->n : most;
+    memcpy(ranges, function->ranges, (size_t)n * sizeof *ranges);
+    return n;
+}
+
+static void run_function(void *argument) {
+    struct function *function = argument;
+    function->run(function->argument);
+}
+
+/* Queue a function that reads and writes these ranges; name is that of its call in reports. */
+CUresult fake_cuda_call(CUstream handle, const char *name, fake_function run, void *argument,
+                        const struct fake_range *ranges, int n) {
+    struct fake_site site = fake_cuda_called(name, __builtin_return_address(0));
+    size_t bytes = (size_t)n * sizeof *ranges;
+    struct function *made = malloc(sizeof *made + bytes);
+    *made = (struct function){.run = run, .argument = argument, .n = n};
+    memcpy(made->ranges, ranges, bytes);
+    struct fake_item work = {
+        .declare = declare_function, .run = run_function, .release = free, .argument = made};
+    return fake_cuda_work(handle, &site, &work);
+}
+
 /* Errors */
 
-static const struct { int code; const char *name, *text; } errors[] = {
+static const struct {
+    int code;
+    const char *name, *text;
+} errors[] = {
     {CUDA_SUCCESS, "CUDA_SUCCESS", "no error"},
     {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},

@@ -65,6 +65,7 @@ struct fake_range {
 
 /* The moment after an item. Events and waiting items share it by count. */
 struct fake_mark {
+    struct fake_site site;
     int references;
     int done;
     uint64_t ns;
@@ -94,6 +95,7 @@ struct fake_item {
 struct fake_context {
     int device;
     int retained;
+    struct fake_site made;
     CUstream legacy;
 };
 
@@ -105,6 +107,7 @@ struct fake_stream {
     int capture; /* 0: none, 1: active, 2: invalidated */
     int capture_mode;
     pthread_t capturer;
+    struct fake_site capture_site;
     int component;
     struct fake_clock clock;
     struct fake_item *first, *last;
@@ -120,7 +123,8 @@ extern pthread_cond_t fake_changed;
 struct fake_site fake_enter(const char *call, void *from);
 CUresult fake_leave(CUresult result);
 #define ENTER() fake_enter(__func__, __builtin_return_address(0))
-void fake_report(const char *kind, const struct fake_site *first, const struct fake_site *second, const char *what);
+void fake_report(const char *kind, const struct fake_site *first, const struct fake_site *second,
+                 const char *what);
 void fake_join(struct fake_clock *into, const struct fake_clock *from);
 int fake_new_component(void);
 void fake_end_component(int component);
@@ -142,21 +146,26 @@ struct fake_item *fake_new_item(const struct fake_site *site);
 CUresult fake_queue(struct fake_stream *stream, struct fake_item *item);
 void fake_wait_mark(struct fake_mark *mark);
 int fake_illegal_in_capture(const struct fake_site *site, const struct fake_stream *stream);
-void fake_blocks(const struct fake_site *site);
-int fake_any_busy(void);
+void fake_blocks(const struct fake_site *site, const struct fake_mark *mark);
+struct fake_mark *fake_busy_mark(void);
 
 /* driver.c */
 CUcontext fake_current(void);
 
 /* For the fake NCCL: these take fake_lock themselves. */
 struct fake_site fake_cuda_called(const char *call, void *from);
-void fake_cuda_report(const char *kind, const struct fake_site *first, const struct fake_site *second, const char *what);
-CUresult fake_cuda_work(CUstream stream, const struct fake_site *site, const struct fake_item *work);
+void fake_cuda_report(const char *kind, const struct fake_site *first,
+                      const struct fake_site *second, const char *what);
+CUresult fake_cuda_work(CUstream stream, const struct fake_site *site,
+                        const struct fake_item *work);
 
 /* For tests. */
 typedef void (*fake_kernel_body)(void **parameters, unsigned blocks, unsigned threads);
 typedef int (*fake_kernel_ranges)(void **parameters, struct fake_range *ranges, int most);
-int fake_cuda_register_kernel(const char *name, const size_t *sizes, int n, fake_kernel_body run, fake_kernel_ranges ranges);
+int fake_cuda_register_kernel(const char *name, const size_t *sizes, int n, fake_kernel_body run,
+                              fake_kernel_ranges ranges);
+CUresult fake_cuda_call(CUstream stream, const char *name, fake_function run, void *argument,
+                        const struct fake_range *ranges, int n);
 const char *fake_cuda_reports(void);
 long fake_cuda_count(const char *call);
 void fake_cuda_reset(void);

@@ -18,7 +18,9 @@
 
 typedef int ncclResult_t;
 typedef struct fake_comm *ncclComm_t;
-typedef struct { char internal[128]; } ncclUniqueId;
+typedef struct {
+    char internal[128];
+} ncclUniqueId;
 typedef struct {
     size_t size;
     unsigned magic, version;
@@ -36,7 +38,21 @@ enum {
     ncclInProgress = 7,
 };
 
-enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, FLOAT8E4M3, FLOAT8E5M2, N_DTYPES };
+enum {
+    INT8,
+    UINT8,
+    INT32,
+    UINT32,
+    INT64,
+    UINT64,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    BFLOAT16,
+    FLOAT8E4M3,
+    FLOAT8E5M2,
+    N_DTYPES
+};
 enum { SUM, PROD, MAX, MIN, AVG, FIRST_FACTOR };
 enum { ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
 enum { RANKS = 8, PIECE = 32768, FACTORS = 64, SPLITS = 16 };
@@ -101,16 +117,17 @@ struct call {
 
 struct faults {
     long error_at, hang_at, async_at;
-    int error, async, connect, abort, slow_ms, polls;
+    int rank, error, async, id, init, connect, abort, slow_ms, polls;
 };
 
 /* nccl_comms.c */
 extern pthread_mutex_t comms_lock;
-struct faults nccl_faults(void);
-ncclResult_t nccl_enter(ncclComm_t comm, const char *call, void *from, int allowed_states, struct fake_site *site);
+struct faults nccl_faults(int rank);
+ncclResult_t nccl_enter(ncclComm_t comm, const char *call, void *from, int allowed_states,
+                        struct fake_site *site);
 void nccl_leave(ncclComm_t comm);
 enum { BEFORE_CONNECTED = 1, AFTER_REVOKE = 2 };
-long nccl_count_collective(void);
+long nccl_count_collective(int rank);
 
 /* nccl_values.c */
 size_t nccl_size(int dtype);

@@ -65,9 +65,12 @@ double nccl_read_double(int dtype, const void *value) {
 static void write_double(int dtype, double value, void *to) {
     uint16_t half = dtype == FLOAT16 ? write_half(value) : write_bfloat((float)value);
     float single = (float)value;
-    if (dtype == FLOAT64) memcpy(to, &value, 8);
-    else if (dtype == FLOAT32) memcpy(to, &single, 4);
-    else memcpy(to, &half, 2);
+    if (dtype == FLOAT64)
+        memcpy(to, &value, 8);
+    else if (dtype == FLOAT32)
+        memcpy(to, &single, 4);
+    else
+        memcpy(to, &half, 2);
 }
 
 static uint64_t read_integer(int dtype, const void *value) {
@@ -104,13 +107,15 @@ void nccl_combine(int dtype, int op, const unsigned char *with, unsigned char *i
         double a = nccl_read_double(dtype, into), b = nccl_read_double(dtype, with);
         write_double(dtype, combine_doubles(op, a, b), into);
     } else {
-        uint64_t value = combine_integers(dtype, op, read_integer(dtype, into), read_integer(dtype, with));
+        uint64_t value = combine_integers(dtype, op, read_integer(dtype, into),
+                                          read_integer(dtype, with));
         memcpy(into, &value, sizes[dtype]);
     }
 }
 
 /* The factor is rounded to the type before, as NCCL does. */
-void nccl_scale(int dtype, double factor, const unsigned char *from, unsigned char *to, uint64_t n) {
+void nccl_scale(int dtype, double factor, const unsigned char *from, unsigned char *to,
+                uint64_t n) {
     size_t size = sizes[dtype];
     if (factor == 1 || !is_float(dtype)) {
         memcpy(to, from, n * size);
@@ -119,7 +124,8 @@ void nccl_scale(int dtype, double factor, const unsigned char *from, unsigned ch
     unsigned char rounded[8];
     write_double(dtype, factor, rounded);
     factor = nccl_read_double(dtype, rounded);
-    for (uint64_t k = 0; k < n; k++) write_double(dtype, factor * nccl_read_double(dtype, from + k * size), to + k * size);
+    for (uint64_t k = 0; k < n; k++)
+        write_double(dtype, factor * nccl_read_double(dtype, from + k * size), to + k * size);
 }
 
 /* Divide an integer that is the sum of an average. */

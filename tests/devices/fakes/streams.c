@@ -16,7 +16,7 @@
 struct fake_event {
     struct fake_event *next;
     int alive, timed, captured;
-    struct fake_site destroyed;
+    struct fake_site recorded, destroyed;
     struct fake_mark *mark;
 };
 
@@ -51,22 +51,25 @@ __attribute__((constructor)) static void read_environment(void) {
     blocking_is_forbidden = getenv("FAKE_CUDA_FORBID_BLOCKING") != NULL;
 }
 
-void fake_blocks(const struct fake_site *site) {
-    if (blocking_is_forbidden) fake_report("blocking", NULL, site, "the host waits for the device");
+/* Report a call by which the host waits for a mark, if that is forbidden. */
+void fake_blocks(const struct fake_site *site, const struct fake_mark *mark) {
+    if (!blocking_is_forbidden || !mark) return;
+    fake_report("blocking", &mark->site, site, "the host waits for the device");
 }
 
-int fake_any_busy(void) {
+/* Return the mark of work that has not ended; NULL if there is none. */
+struct fake_mark *fake_busy_mark(void) {
     for (struct fake_stream *each = fake_streams; each; each = each->next) {
-        if (each->first || each->busy) return 1;
+        if (each->latest && !each->latest->done) return each->latest;
     }
-    return 0;
+    return NULL;
 }
 
 /* Wait up to ms until no stream has work; return whether this is so. */
 int fake_cuda_drain(int ms) {
     for (int k = 0; k <= ms; k++) {
         pthread_mutex_lock(&fake_lock);
-        int busy = fake_any_busy();
+        int busy = fake_busy_mark() != NULL;
         pthread_mutex_unlock(&fake_lock);
         if (!busy) return 1;
         usleep(1000);
@@ -89,7 +92,8 @@ static void pause_by_seed(struct fake_stream *stream) {
 
 static void check_accesses(struct fake_stream *stream, struct fake_item *item) {
     static struct fake_range declared[FAKE_RANGES];
-    for (int k = 0; k < item->n_ranges; k++) fake_check_item(item, &item->ranges[k], stream->component);
+    for (int k = 0; k < item->n_ranges; k++)
+        fake_check_item(item, &item->ranges[k], stream->component);
     if (item->declare) {
         int n = item->declare(item->argument, declared, FAKE_RANGES);
         for (int k = 0; k < n; k++) fake_check_item(item, &declared[k], stream->component);
@@ -145,7 +149,8 @@ static struct fake_stream *make_stream(CUcontext context, int non_blocking) {
     made->non_blocking = non_blocking;
     made->alive = 1;
     made->component = fake_new_component();
-    made->random = (seed + 1) * 0x9E3779B97F4A7C15u + (uint64_t)(made->component + 1) * 0xBF58476D1CE4E5B9u;
+    made->random = (seed + 1) * 0x9E3779B97F4A7C15u +
+                   (uint64_t)(made->component + 1) * 0xBF58476D1CE4E5B9u;
     made->next = fake_streams;
     fake_streams = made;
     if (pthread_create(&thread, NULL, work, made)) abort();
@@ -163,7 +168,8 @@ struct fake_stream *fake_find_stream(CUstream handle, const struct fake_site *si
     }
     for (struct fake_stream *each = fake_streams; each; each = each->next) {
         if (each != handle) continue;
-        if (!each->alive) fake_report("destroyed-handle", NULL, site, "the stream has been destroyed");
+        if (!each->alive)
+            fake_report("destroyed-handle", NULL, site, "the stream has been destroyed");
         return each->alive && each->context == current ? each : NULL;
     }
     return NULL;
@@ -190,7 +196,8 @@ static void order_with_legacy(struct fake_stream *stream, struct fake_item *item
         return;
     }
     for (struct fake_stream *each = fake_streams; each; each = each->next) {
-        if (each != stream && each->context == stream->context && !each->non_blocking) wait_for(stream, item, each->latest);
+        if (each != stream && each->context == stream->context && !each->non_blocking)
+            wait_for(stream, item, each->latest);
     }
 }
 
@@ -208,10 +215,13 @@ CUresult fake_queue(struct fake_stream *stream, struct fake_item *item) {
     item->mark = calloc(1, sizeof *item->mark);
     item->mark->references = 2;
     item->mark->clock = stream->clock;
+    item->mark->site = item->site;
     drop_mark(stream->latest);
     stream->latest = item->mark;
-    if (stream->first) stream->last->next = item;
-    else stream->first = item;
+    if (stream->first)
+        stream->last->next = item;
+    else
+        stream->first = item;
     stream->last = item;
     pthread_cond_broadcast(&fake_changed);
     return CUDA_SUCCESS;
@@ -225,11 +235,16 @@ void fake_wait_mark(struct fake_mark *mark) {
     drop_mark(mark);
 }
 
-/* Queue work of the fake NCCL: declare, run, release and argument are taken from the item. */
-CUresult fake_cuda_work(CUstream handle, const struct fake_site *site, const struct fake_item *work) {
+/* Queue work of the fake NCCL or of a test: declare, run, release and argument are taken from the item.
+ * The argument is released in every case. */
+CUresult fake_cuda_work(CUstream handle, const struct fake_site *site,
+                        const struct fake_item *work) {
     pthread_mutex_lock(&fake_lock);
     struct fake_stream *stream = fake_find_stream(handle, site);
-    if (!stream) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
+    if (!stream) {
+        work->release(work->argument);
+        return fake_leave(CUDA_ERROR_INVALID_HANDLE);
+    }
     struct fake_item *item = fake_new_item(site);
     item->declare = work->declare;
     item->run = work->run;
@@ -246,7 +261,9 @@ CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priori
     return fake_leave(CUDA_SUCCESS);
 }
 
-CUresult cuStreamCreate(CUstream *stream, unsigned flags) { return cuStreamCreateWithPriority(stream, flags, 0); }
+CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
+    return cuStreamCreateWithPriority(stream, flags, 0);
+}
 
 CUresult cuStreamDestroy_v2(CUstream handle) {
     struct fake_site site = ENTER();
@@ -261,7 +278,8 @@ CUresult cuStreamQuery(CUstream handle) {
     struct fake_site site = ENTER();
     struct fake_stream *stream = fake_find_stream(handle, &site);
     if (!stream) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
-    if (fake_illegal_in_capture(&site, stream)) return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    if (fake_illegal_in_capture(&site, stream))
+        return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     if (stream->latest && !stream->latest->done) return fake_leave(CUDA_ERROR_NOT_READY);
     if (stream->latest) fake_join(fake_host_clock(), &stream->latest->clock);
     return fake_leave(CUDA_SUCCESS);
@@ -271,8 +289,9 @@ CUresult cuStreamSynchronize(CUstream handle) {
     struct fake_site site = ENTER();
     struct fake_stream *stream = fake_find_stream(handle, &site);
     if (!stream) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
-    if (fake_illegal_in_capture(&site, stream)) return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-    fake_blocks(&site);
+    if (fake_illegal_in_capture(&site, stream))
+        return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    fake_blocks(&site, stream->latest);
     fake_wait_mark(stream->latest);
     return fake_leave(CUDA_SUCCESS);
 }
@@ -281,8 +300,9 @@ CUresult cuCtxSynchronize(void) {
     struct fake_site site = ENTER();
     CUcontext current = fake_current();
     if (!current) return fake_leave(CUDA_ERROR_INVALID_CONTEXT);
-    if (fake_illegal_in_capture(&site, NULL)) return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-    fake_blocks(&site);
+    if (fake_illegal_in_capture(&site, NULL))
+        return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    fake_blocks(&site, fake_busy_mark());
     for (struct fake_stream *each = fake_streams; each; each = each->next) {
         if (each->context == current) fake_wait_mark(each->latest);
     }
@@ -293,18 +313,21 @@ CUresult cuCtxSynchronize(void) {
 
 /* Report a call that a capture forbids, and invalidate the captures: all of global mode, that of the stream, that of the thread. */
 int fake_illegal_in_capture(const struct fake_site *site, const struct fake_stream *stream) {
-    int illegal = 0;
+    const struct fake_stream *illegal = NULL;
     for (struct fake_stream *each = fake_streams; each; each = each->next) {
         if (each->capture != 1) continue;
         int by_global = fake_capture_mode == 0 && each->capture_mode == 0;
-        int by_thread = fake_capture_mode < 2 && each->capture_mode < 2 && pthread_equal(each->capturer, pthread_self());
+        int by_thread = fake_capture_mode < 2 && each->capture_mode < 2 &&
+                        pthread_equal(each->capturer, pthread_self());
         if (each == stream || by_global || by_thread) {
             each->capture = 2;
-            illegal = 1;
+            illegal = each;
         }
     }
-    if (illegal) fake_report("illegal-in-capture", NULL, site, "the call invalidates a capture");
-    return illegal;
+    if (illegal)
+        fake_report("illegal-in-capture", &illegal->capture_site, site,
+                    "the call invalidates a capture");
+    return illegal != NULL;
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
@@ -327,10 +350,12 @@ CUresult cuStreamIsCapturing(CUstream handle, int *status) {
 CUresult cuStreamBeginCapture_v2(CUstream handle, int mode) {
     struct fake_site site = ENTER();
     struct fake_stream *stream = fake_find_stream(handle, &site);
-    if (!stream || stream == stream->context->legacy || stream->capture) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
+    if (!stream || stream == stream->context->legacy || stream->capture)
+        return fake_leave(CUDA_ERROR_INVALID_HANDLE);
     stream->capture = 1;
     stream->capture_mode = mode;
     stream->capturer = pthread_self();
+    stream->capture_site = site;
     return fake_leave(CUDA_SUCCESS);
 }
 
@@ -349,7 +374,8 @@ CUresult cuStreamEndCapture(CUstream handle, void **graph) {
 static struct fake_event *find_event(CUevent handle, const struct fake_site *site) {
     for (struct fake_event *each = events; each; each = each->next) {
         if (each != handle) continue;
-        if (!each->alive) fake_report("destroyed-handle", &each->destroyed, site, "the event has been destroyed");
+        if (!each->alive)
+            fake_report("destroyed-handle", &each->destroyed, site, "the event has been destroyed");
         return each->alive ? each : NULL;
     }
     return NULL;
@@ -384,6 +410,7 @@ CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
     struct fake_stream *stream = fake_find_stream(stream_handle, &site);
     if (!event || !stream) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
     event->captured = stream->capture != 0;
+    event->recorded = site;
     CUresult result = fake_queue(stream, fake_new_item(&site));
     drop_mark(event->mark);
     event->mark = event->captured ? NULL : keep_mark(stream->latest);
@@ -397,7 +424,8 @@ CUresult cuStreamWaitEvent(CUstream stream_handle, CUevent handle, unsigned flag
     (void)flags;
     if (!event || !stream) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
     if (event->captured != (stream->capture != 0)) {
-        fake_report("illegal-in-capture", NULL, &site, "the wait joins captured work and other work");
+        fake_report("illegal-in-capture", &event->recorded, &site,
+                    "the wait joins captured work and other work");
         if (stream->capture) stream->capture = 2;
         return fake_leave(CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
     }
@@ -410,7 +438,8 @@ CUresult cuEventQuery(CUevent handle) {
     struct fake_site site = ENTER();
     struct fake_event *event = find_event(handle, &site);
     if (!event) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
-    if (fake_illegal_in_capture(&site, NULL)) return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    if (fake_illegal_in_capture(&site, NULL))
+        return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     if (event->mark && !event->mark->done) return fake_leave(CUDA_ERROR_NOT_READY);
     if (event->mark) fake_join(fake_host_clock(), &event->mark->clock);
     return fake_leave(CUDA_SUCCESS);
@@ -420,15 +449,17 @@ CUresult cuEventSynchronize(CUevent handle) {
     struct fake_site site = ENTER();
     struct fake_event *event = find_event(handle, &site);
     if (!event) return fake_leave(CUDA_ERROR_INVALID_HANDLE);
-    if (fake_illegal_in_capture(&site, NULL)) return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-    fake_blocks(&site);
+    if (fake_illegal_in_capture(&site, NULL))
+        return fake_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    fake_blocks(&site, event->mark);
     fake_wait_mark(event->mark);
     return fake_leave(CUDA_SUCCESS);
 }
 
 CUresult cuEventElapsedTime(float *ms, CUevent start_handle, CUevent end_handle) {
     struct fake_site site = ENTER();
-    struct fake_event *start = find_event(start_handle, &site), *end = find_event(end_handle, &site);
+    struct fake_event *start = find_event(start_handle, &site),
+                      *end = find_event(end_handle, &site);
     if (!start || !end || !start->timed || !end->timed || !start->mark || !end->mark) {
         return fake_leave(CUDA_ERROR_INVALID_HANDLE);
     }
@@ -437,4 +468,6 @@ CUresult cuEventElapsedTime(float *ms, CUevent start_handle, CUevent end_handle)
     return fake_leave(CUDA_SUCCESS);
 }
 
-CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end) { return cuEventElapsedTime(ms, start, end); }
+CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end) {
+    return cuEventElapsedTime(ms, start, end);
+}
