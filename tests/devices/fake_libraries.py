@@ -159,7 +159,8 @@ def _load(name: str, functions: dict[str, str]) -> ctypes.CDLL:
 
 def reports() -> list[str]:
     """Wait for the queued work, for at most 5 s; return the reports since :func:`forget`."""
-    return fake_cuda().fake_cuda_reports().decode().splitlines()
+    text: bytes = fake_cuda().fake_cuda_reports()
+    return text.decode().splitlines()
 
 
 def forget() -> None:
@@ -182,4 +183,4 @@ def ranges(reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]) 
 def checked(call: Callable[..., int], *arguments: object) -> None:
     """Call a function of the driver or of NCCL, which must succeed."""
     status = call(*arguments)
-    assert status == 0, f"{call.__name__} returned {status}"  # type: ignore[attr-defined]
+    assert status == 0, f"{call.__name__} returned {status}"

@@ -36,7 +36,7 @@ static uint16_t write_half(double value) {
     value = fabs(value);
     if (value >= 65520) return sign | 0x7C00;
     frexp(value, &exponent);
-    if (exponent < -13) return sign | (uint16_t)nearbyint(ldexp(value, 24));
+    if (value == 0 || exponent < -13) return sign | (uint16_t)nearbyint(ldexp(value, 24));
     /* A rounded fraction of 2048 carries into the exponent, as it should. */
     return sign | (uint16_t)(((exponent + 13) << 10) + (int)nearbyint(ldexp(value, 11 - exponent)));
 }
