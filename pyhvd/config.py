@@ -310,7 +310,7 @@ class Config:
     )
     link_carrier: str = _shared(
         "auto",
-        "tcp or mpi carries the data of links; auto: tcp, and with RDMA ports the faster one",
+        "tcp or mpi carries the data of links; auto: tcp, and with RDMA on all hosts the much faster one",
         parse=_carrier,
     )
     graph_wait_ms: float = _own(

@@ -255,14 +255,22 @@ class Bed:
             self.head.do("ip", "link", "set", "dev", port, "master", _bridge(nic), "up")
             _bring_up(host, f"eth{nic}", nic)
 
-    def limit(self, rate: str) -> None:
-        """Limit all links, in each direction, to a rate such as ``1gbit``; "" ends the limits."""
-        for host in self.hosts.values():
-            self.limit_host(host, rate)
+    def limit(self, rate: str, nics: Sequence[int] | None = None) -> None:
+        """Limit links, in each direction, to a rate such as ``1gbit``; "" ends the limits.
 
-    def limit_host(self, host: Host, rate: str) -> None:
+        Parameters
+        ----------
+        rate : str
+            The rate.
+        nics : sequence of int, optional
+            The networks whose links are limited; by default all.
+        """
+        for host in self.hosts.values():
+            self.limit_host(host, rate, nics)
+
+    def limit_host(self, host: Host, rate: str, nics: Sequence[int] | None = None) -> None:
         """Limit one host's links, in each direction."""
-        for nic in range(self._nics):
+        for nic in range(self._nics) if nics is None else nics:
             for place, device in ((host, f"eth{nic}"), (self.head, _port(host, nic))):
                 if rate:
                     # A burst holds several of the largest packets (64 KiB), and what 10 Gbit/s is in 0.4 ms.

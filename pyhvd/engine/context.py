@@ -204,6 +204,7 @@ class Context:
         checked = config.check != "off"
         without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
         several = isinstance(everyone.fabric, HostsFabric)
+        self.carrier = str(everyone.fabric.choice) if isinstance(everyone.fabric, HostsFabric) else ""
         if several:
             without = "the ranks are on several hosts"
         no_arena = self.fast_path is None or several

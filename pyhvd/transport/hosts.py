@@ -18,7 +18,7 @@ from pyhvd.common.text import describe_ranks
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
 from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, PerRank, Unavailable, allgather_bytes
-from pyhvd.transport.link_carrier import OpenCarrier, choose_carrier
+from pyhvd.transport.link_carrier import CarrierChoice, OpenCarrier, choose_carrier
 from pyhvd.transport.link_layout import Layout, parents_of
 from pyhvd.transport.links import LinkOptions, Links, open_links
 from pyhvd.transport.moves import Move, MoveLayout
@@ -27,9 +27,11 @@ from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes
 CHUNK_MOST = 3 << 18
 """Bytes up to which a chunk grows with the number of hosts."""
 _NOTE_SECONDS = 0.5
-# The reduction by which carriers are compared: its number of float32, and how often it is done.
+# The reduction by which carriers are compared: its number of float32, how often it is done at most, and the
+# time after which two suffice. The first one may open MPI's connections.
 _TRIAL = 1 << 18
 _TRIALS = 5
+_TRIAL_S = 0.02
 
 
 class HostsFabric(ShmFabric):
@@ -54,8 +56,11 @@ class HostsFabric(ShmFabric):
     ----------
     layout : MoveLayout
         Says which bytes of a collective go where.
+    choice : CarrierChoice
+        What carries the bytes of the rails, and why; from :meth:`choose_carrier` on.
     """
 
+    choice: CarrierChoice
     _all: HostsFabric
     _fast_path: shared_memory.FastPath | None = None
 
@@ -74,7 +79,6 @@ class HostsFabric(ShmFabric):
         self.layout = MoveLayout(self.hosts, inner.rank)
         self._exchange = exchange
         self._links = links
-        self.carrier: OpenCarrier | None = None
         self._followers: list[HostsFabric] = []  # of the fabric of all ranks: all sets' fabrics
         self._all = self
         super().__init__(inner, segment, window)
@@ -150,8 +154,8 @@ class HostsFabric(ShmFabric):
                 return f"a chunk of {largest_chunk} bytes is too large for a message of MPI"
             return options.open_mpi(fabric)
 
-        self.carrier = choose_carrier(self.inner, options.carrier, open_mpi, self._measure)
-        self._carry_by(None if self.carrier is None else self.carrier.native)
+        self.choice = choose_carrier(self.inner, options.carrier, open_mpi, self._measure)
+        self._carry_by(None if self.choice.mpi is None else self.choice.mpi.native)
 
     def _carry_by(self, carrier: shared_memory.MpiCarrier | None) -> None:
         """Change the carrier, after all ranks have ended their operations."""
@@ -163,15 +167,19 @@ class HostsFabric(ShmFabric):
         self.inner.barrier()
 
     def _measure(self, carrier: shared_memory.MpiCarrier | None) -> float:
-        """Return the seconds of the fastest of some reductions by a carrier."""
+        """Return the seconds of the fastest of some reductions by a carrier, on the slowest rank."""
         self._carry_by(carrier)
         array = np.zeros(_TRIAL, np.float32)
-        best = float("inf")
-        for _ in range(_TRIALS):
+        times: list[float] = []
+        while len(times) < 2 or (len(times) < _TRIALS and self._slowest(sum(times)) < _TRIAL_S):
             begun = time.perf_counter()
             self._reduce(array, Code.FLOAT32, ReduceOp.SUM)
-            best = min(best, time.perf_counter() - begun)
-        return best
+            times.append(time.perf_counter() - begun)
+        return self._slowest(min(times))
+
+    def _slowest(self, seconds: float) -> float:
+        """Return the longest time of all ranks."""
+        return self._largest([round(seconds * 1e9)])[0] / 1e9
 
     def make_agreement(self) -> shared_memory.Agreement:
         """Return the agreement between the hosts over this rank's links."""
@@ -231,11 +239,11 @@ class HostsFabric(ShmFabric):
         """Free window, links and fabric; collective."""
         if self in self._all._followers:
             self._all._followers.remove(self)
-        if self.carrier is not None:
+        if self.choice.mpi is not None:
             for peer in self._rails():
                 with contextlib.suppress(OSError):  # the peer has left already
                     peer.send(b"\0")  # native/src/links/link.h, invariant 7
-            self.carrier.close()
+            self.choice.mpi.close()
         self._links.close()
         super().close()
 

@@ -51,7 +51,7 @@ def reduce(fabric: HostsFabric, values: NDArray[np.float32], inplace: bool) -> b
 def results(hosts: Sequence[int], carrier: str) -> list[bytes]:
     rng = np.random.default_rng(hosts[MPI.COMM_WORLD.Get_rank()] + 10 * MPI.COMM_WORLD.Get_rank())
     with linked(hosts, carrier) as fabric:
-        assert (fabric.carrier is not None) == (carrier == "mpi")
+        assert (fabric.choice.mpi is not None) == (carrier == "mpi")
         return [
             reduce(fabric, rng.standard_normal(length).astype(np.float32), inplace)
             for _ in range(3)
@@ -101,7 +101,7 @@ def test_a_warning_says_why_mpi_cannot_carry() -> None:
         MpiFabric(comm), [0, 1], [0, 1], open_mpi_window, options, CHUNK, CHUNK, agreement=False
     )
     assert isinstance(made, HostsFabric), made
-    assert made.carrier is None
+    assert made.choice.mpi is None
     made.close()
     wanted = "the links between the hosts of 2 ranks use TCP: the ranks are not processes of MPI"
     assert told == ([wanted] if MPI.COMM_WORLD.Get_rank() == 0 else [])

@@ -75,7 +75,7 @@ def _measure_pair(world: World, config: Config, pair: tuple[int, int], tag: int)
         pair,
         pair,
         world.open_window,
-        LinkOptions(interfaces, _CONNECT_S, ports=port_range(config.link_ports)),
+        LinkOptions(interfaces, _CONNECT_S, "tcp", ports=port_range(config.link_ports)),
         Pieces(config.chunk_size, config.staging_size),
         config.chunk_size,
         agreement=False,

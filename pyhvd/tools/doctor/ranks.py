@@ -24,6 +24,7 @@ import numpy as np
 
 import pyhvd as hvd
 from pyhvd.config import Config
+from pyhvd.engine import context
 from pyhvd.errors import ConfigError
 from pyhvd.observe.trace import clocks
 from pyhvd.tools.doctor.links import measure_links, time_calls
@@ -64,8 +65,8 @@ def measure(say: Callable[[str], None]) -> TrialFacts:
     copy_rate = _copy_rate(comm)
     links = _measure_links(comm, say)
     several = len({each.host for each in ranks}) > 1
-    lanes = []
-    # The fast lane last: the warnings kept are then those of the default lane.
+    lanes, carrier = [], ""
+    # The fast lane last: the warnings and the carrier kept are then those of the default lane.
     for name, knob in (("MPI", "0"), ("links" if several else "shared memory", "1")):
         os.environ["PYHVD_FAST_LANE"] = knob
         say(f"init() over {name}")
@@ -75,12 +76,13 @@ def measure(say: Callable[[str], None]) -> TrialFacts:
             latency = _latency()
             say(f"bandwidth over {name}")
             lanes.append(LaneFacts(name, latency, LARGE_BYTES, _seconds(LARGE_BYTES)))
+        carrier = context.current().carrier
         say("shutdown()")
         hvd.shutdown()
     say("gathering what pyhvd warned of")
     heard = [record.getMessage() for record in listener.buffer]
     warnings = sorted({text for texts in comm.allgather(heard) for text in texts})
-    return TrialFacts(ranks, ring, offsets, lanes, copy_rate, warnings, links)
+    return TrialFacts(ranks, ring, offsets, lanes, copy_rate, warnings, links, carrier)
 
 
 def _pass_round(comm: MPI.Intracomm) -> RingFacts:
@@ -160,8 +162,6 @@ def _measure_links(comm: MPI.Intracomm, say: Callable[[str], None]) -> list[Link
 
 
 def _has_lane(*, several: bool) -> bool:
-    from pyhvd.engine import context
-
     fast_path = context.current().fast_path
     return (
         fast_path is not None and fast_path.delegates and (not several or bool(hvd.metrics().link_sent_bytes))

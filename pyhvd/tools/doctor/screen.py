@@ -135,6 +135,8 @@ def _link_rows(found: TrialFacts) -> Rows:
         rates = sorted(link.rate for link in found.links)
         middle = link_rate(statistics.median(rates))
         yield "links", f"the slowest {len(shown)} of {len(rates)}; {middle} in the median of all"
+    if found.carrier:
+        yield "carrier", found.carrier
 
 
 def plain(report: Report) -> str:

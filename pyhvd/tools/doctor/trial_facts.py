@@ -70,7 +70,8 @@ class TrialFacts(msgspec.Struct, frozen=True):
     """Results of a trial.
 
     ``copy_rate`` is the rate (B/s) at which one rank copies memory while all ranks do: the yardstick of the
-    lanes. ``warnings`` are pyhvd's own, during the trial.
+    lanes. ``warnings`` are pyhvd's own, during the trial. ``carrier`` says what carries the bytes of links
+    between hosts, and why; empty without links.
     """
 
     ranks: list[RankFacts]
@@ -80,6 +81,7 @@ class TrialFacts(msgspec.Struct, frozen=True):
     copy_rate: float
     warnings: list[str]
     links: list[LinkFacts] = []
+    carrier: str = ""
 
 
 class Trial(msgspec.Struct, frozen=True):

@@ -257,6 +257,12 @@ def test_links_are_shown_with_their_addresses() -> None:
     assert "links      the slowest 10 of 15; 125 MB/s in the median of all" in text
 
 
+def test_the_carrier_of_the_links_is_shown_with_the_reason() -> None:
+    assert "carrier" not in plain(Report([GOOD], {}, GOOD_TRIAL))
+    trial = trial_with(carrier="TCP: PYHVD_LINK_CARRIER=tcp")
+    assert "\n  ok       carrier    TCP: PYHVD_LINK_CARRIER=tcp\n" in plain(Report([GOOD], {}, trial))
+
+
 def test_a_report_is_json() -> None:
     report = Report([GOOD], {"node1": found(memory=HostMemory(GIB, MIB))}, GOOD_TRIAL)
     data = msgspec.json.decode(msgspec.json.encode(report))

@@ -8,57 +8,69 @@ from typing import Any
 
 import pytest
 
+from pyhvd.transport import link_carrier
 from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
-from pyhvd.transport.link_carrier import OpenCarrier, choose_carrier, has_rdma_port
+from pyhvd.transport.link_carrier import MPI_SHARE, OpenCarrier, choose_carrier, has_fast_network
 
 MPI: Any = object()
 
 
+@pytest.fixture(autouse=True)
+def fast_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_carrier, "has_fast_network", lambda: True)
+
+
 class Choice:
-    """One rank's choice: what it did, and its result."""
+    """One rank's choice: what it did, and its result.
 
-    def __init__(
-        self, wanted: str, port: bool = True, tcp: float = 2e-3, mpi: float = 1e-3, why: str = ""
-    ) -> None:
-        self.closed = 0
-        self.measured: list[Any] = []
+    Parameters
+    ----------
+    wanted : str
+        The setting.
+    tcp, mpi : float
+        The seconds that are measured.
+    why : str
+        Why MPI cannot be used; empty: it can.
+    """
 
-        def close() -> None:
-            self.closed += 1
+    def __init__(self, wanted: str, tcp: float = 2e-3, mpi: float = 1e-3, why: str = "") -> None:
+        self.done: list[Any] = []
 
         def measure(carrier: Any) -> float:
-            self.measured.append(carrier)
+            self.done.append(carrier)
             return tcp if carrier is None else mpi
 
-        opened = OpenCarrier(MPI, close)
+        opened = OpenCarrier(MPI, lambda: self.done.append("closed"))
         fabric = ThreadFabric(ThreadGroup(1, 1.0), 0)
-        self.result = choose_carrier(fabric, wanted, lambda _: why or opened, measure, lambda: port)
-        self.is_mpi = self.result is opened
+        self.result = choose_carrier(fabric, wanted, lambda _: why or opened, measure)
+        self.is_mpi = self.result.mpi is opened
 
 
-def test_without_rdma_ports_tcp_is_used_untried() -> None:
-    choice = Choice("auto", port=False)
-    assert (choice.is_mpi, choice.measured) == (False, [])
-
-
-@pytest.mark.parametrize("faster", ["tcp", "mpi"])
-def test_with_rdma_ports_the_faster_carrier_is_used(faster: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("mpi", "taken"), [(1.5e-3, "MPI"), (1.501e-3, "TCP"), (1.999e-3, "TCP")])
+def test_mpi_is_taken_if_it_is_much_faster(mpi: float, taken: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert MPI_SHARE == 0.75
     with caplog.at_level(logging.INFO, "pyhvd"):
-        seconds = {"tcp": 2e-3, "mpi": 1e-3} | {faster: 0.5e-3}
-        choice = Choice("auto", tcp=seconds["tcp"], mpi=seconds["mpi"])
-    assert choice.measured == [None, MPI]
-    assert choice.is_mpi == (faster == "mpi")
-    assert choice.closed == (faster == "tcp")
-    text = "1 MiB takes {tcp:.3f} ms by TCP, {mpi:.3f} ms by MPI".format(
-        **{name: value * 1e3 for name, value in seconds.items()}
-    )
-    assert caplog.messages == [f"the links between the hosts of 1 ranks use {faster.upper()}: {text}"]
+        choice = Choice("auto", 2e-3, mpi)
+    assert choice.is_mpi == (taken == "MPI")
+    assert choice.done == [MPI, None, *([] if choice.is_mpi else ["closed"])]
+    text = f"1 MiB takes 2.000 ms by TCP, {mpi * 1e3:.3f} ms by MPI"
+    assert str(choice.result) == f"{taken}: {text}"
+    assert caplog.messages == [f"the links between the hosts of 1 ranks use {taken}: {text}"]
 
 
-def test_a_demanded_carrier_is_used_untried() -> None:
-    choice = Choice("mpi", port=False)
-    assert (choice.is_mpi, choice.measured) == (True, [])
-    assert not Choice("tcp").is_mpi
+def test_without_a_fast_network_tcp_is_used_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_carrier, "has_fast_network", lambda: False)
+    choice = Choice("auto")
+    assert (choice.is_mpi, choice.done) == (False, [])
+    assert str(choice.result) == "TCP: not every host has InfiniBand, RoCE, EFA, Omni-Path or Slingshot"
+
+
+@pytest.mark.parametrize("wanted", ["tcp", "mpi"])
+def test_a_demanded_carrier_is_used_untried(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_carrier, "has_fast_network", lambda: wanted == "tcp")
+    choice = Choice(wanted)
+    assert (choice.is_mpi, choice.done) == (wanted == "mpi", [])
+    assert str(choice.result) == f"{wanted.upper()}: PYHVD_LINK_CARRIER={wanted}"
 
 
 @pytest.mark.parametrize(("wanted", "level"), [("mpi", logging.WARNING), ("auto", logging.INFO)])
@@ -72,10 +84,23 @@ def test_the_log_says_why_mpi_cannot_be_used(
     ]
 
 
-@pytest.mark.parametrize(("state", "active"), [("4: ACTIVE\n", True), ("1: DOWN\n", False), ("", False)])
-def test_an_active_port_is_found(tmp_path: Path, state: str, active: bool) -> None:
-    if state:
-        port = tmp_path / "mlx5_0" / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(state)
-    assert has_rdma_port(tmp_path) == active
+_ETHERNET = {"net/eth0/operstate": "up\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "fast"),
+    [
+        ({}, False),
+        (_ETHERNET, False),
+        (_ETHERNET | {"infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"}, True),
+        ({"infiniband/rdmap0s6/ports/1/state": "4: ACTIVE\n"}, True),
+        ({"infiniband/hfi1_0/ports/1/state": "2: INIT\n"}, False),
+        ({f"infiniband/mlx5_{n}/ports/1/state": s for n, s in enumerate(("1: DOWN\n", "4: ACTIVE\n"))}, True),
+        (_ETHERNET | {"cxi/cxi0/uevent": "MAJOR=240\nMINOR=0\nDEVNAME=cxi0\n"}, True),
+    ],
+)
+def test_a_fast_network_is_seen(files: dict[str, str], fast: bool, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    assert has_fast_network(tmp_path) == fast
