@@ -281,6 +281,10 @@ build/zig/.done: .venv/.lint $(NATIVE) scripts/compile_elsewhere.py
 	@.venv/bin/python scripts/compile_elsewhere.py
 	@touch $@
 
+.PHONY: manifests
+manifests: .venv/.manifests ## examples/kubernetes/*.yaml against the schemas of Kubernetes, whose package takes 22 MB
+	.venv/bin/python scripts/check_manifests.py
+
 .PHONY: format
 format: .venv/.lint ## format the code and fix what ruff can fix
 	.venv/bin/ruff check --fix .
@@ -292,6 +296,19 @@ clean: ## remove the venvs and everything built
 	rm -rf .venv .venv-* build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: has-docker
+has-docker:
+	@command -v docker > /dev/null || { echo "make image needs docker, which is not on PATH" >&2; exit 1; }
+	@docker info > /dev/null 2>&1 || { echo "make image needs docker's daemon, which does not answer: see docker info" >&2; exit 1; }
+
+.PHONY: image
+image: has-docker .venv/.done ## an image for examples/kubernetes with a wheel of this tree, which trains examples/elastic_digits.py; needs docker
+	@rm -rf build/image && mkdir -p build/image
+	@cp examples/kubernetes/Dockerfile build/image/
+	@cp examples/elastic_digits.py build/image/train.py
+	@.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/image .
+	docker build --tag pyhvd-train --build-arg PYTHON="$$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" build/image
 
 .PHONY: wheels
 wheels: .venv-wheels/.done ## the sdist, and wheels for each Python here, x86_64 and aarch64, by zig, into dist/; they are checked, and tried where they run
@@ -398,6 +415,10 @@ endef
 
 %/.lint: %/.done
 	$(call group,lint)
+
+# Not among lint's: the 17,000 files of its schemas take 6 s to install.
+%/.manifests: %/.done
+	$(call group,manifests)
 
 # Not for all of .venv-spark: on Linux PyPI's torch brings CUDA, gigabytes. The small one:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-spark-torch

@@ -3,7 +3,7 @@
 A fenced block marked ``python`` is run as a script; ``python no-run`` is only compiled. In ``bash``,
 ``console`` and ``sh`` blocks the commands of this project are looked up, not run; so are command lines that
 are only indented. The launcher must accept the options of every command that starts a job. Shell scripts must
-parse, and the manifest for Kubernetes must start a job.
+parse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
-import yaml
 
 from pyhvd.__main__ import COMMANDS as SUBCOMMANDS
 from pyhvd.run import cli
@@ -98,17 +97,6 @@ def test_commands_exist(block: Block) -> None:
 def test_script_parses(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.code, text=True, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_mpijob_starts_a_job_and_has_shared_memory() -> None:
-    read = [yaml.safe_load(block.code) for block in BLOCKS if block.tags == ("yaml",)]
-    (job,) = (each for each in read if each.get("kind") == "MPIJob")
-    pods = {name: each["template"]["spec"] for name, each in job["spec"]["mpiReplicaSpecs"].items()}
-    (launcher,), (worker,) = pods["Launcher"]["containers"], pods["Worker"]["containers"]
-    assert launcher["command"][0] == "pyhvdrun"
-    assert cli.parse(launcher["command"][1:], under_mpiexec=False)
-    memory = {each["name"] for each in pods["Worker"]["volumes"] if each["emptyDir"]["medium"] == "Memory"}
-    assert [each["mountPath"] for each in worker["volumeMounts"] if each["name"] in memory] == ["/dev/shm"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
