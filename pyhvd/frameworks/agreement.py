@@ -16,17 +16,19 @@ _AUTO_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 def name_without_numbers(variable: Any) -> str:
-    """Return the path or name of a variable, without the numbers that its framework appends.
+    """Return the names of a variable and its layer, without the numbers that its framework appends.
 
-    A rank that has made other layers before has other numbers.
+    A rank that has made other layers before has other numbers. The names of the models around the layer are
+    left out: Keras drops one of them when it loads a model.
 
     Examples
     --------
     >>> from types import SimpleNamespace
-    >>> name_without_numbers(SimpleNamespace(path="dense_3/kernel", name="kernel"))
+    >>> name_without_numbers(SimpleNamespace(path="sequential/dense_3/kernel", name="kernel"))
     'dense/kernel'
     """
-    return _AUTO_NUMBER.sub("", str(getattr(variable, "path", None) or variable.name))
+    path = str(getattr(variable, "path", None) or variable.name)
+    return _AUTO_NUMBER.sub("", "/".join(path.split("/")[-2:]))
 
 
 def agree(mine: Mapping[str, str], what: str, process_set: ProcessSet) -> None:

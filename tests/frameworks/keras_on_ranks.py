@@ -455,6 +455,40 @@ def saved_models_name_plain_classes() -> None:
         model.load_weights(Path(folder) / "model.weights.h5")
 
 
+def a_loaded_state_goes_to_ranks_that_begin() -> None:
+    """Rank 0 loads a model; rank 1 makes one, whose optimizer has no variables yet."""
+    import keras
+
+    hvd = _hvd()
+    seen: list[Any] = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 0:
+                held = (*self.model.variables, *self.model.optimizer.variables)
+                seen.extend(keras.ops.convert_to_numpy(each).tobytes() for each in held)
+
+    def make(seed: int) -> Any:
+        made = _model(seed=seed)
+        made.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), loss="mse")
+        return made
+
+    model = make(1)
+    _fit(model, *_my_part())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        if hvd.rank() == 0:
+            model.save(path)
+            model = hvd.load_model(path)
+        else:
+            model = make(7)
+        _fit(model, *_my_part(), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), Look()])
+    one, other = hvd.allgather_object(seen)
+    assert one == other
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 2 * _STEPS
+    _assert_alike(model)
+
+
 @case()
 def copies_of_the_optimizer_are_plain() -> None:
     import keras
