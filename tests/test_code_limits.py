@@ -78,6 +78,7 @@ def _late_decoders(path: Path) -> Iterator[str]:
 WIDE = {
     "pyhvd/aliases/as_horovod/__init__.py": ["run"],
     "pyhvd/keras/optimizer.py": ["DistributedOptimizer", "PartialDistributedOptimizer"],
+    "pyhvd/ray/executor.py": ["__init__"],
     "pyhvd/run/launchers/launch.py": ["launch", "__init__", "launch"],  # two of them are those of Hosts
     "pyhvd/simulation/cluster.py": ["simulate"],
     "pyhvd/spark/api.py": ["run"],

@@ -9,12 +9,10 @@ from typing import Any
 
 _ARRAYS = "reduce its arrays with pyhvd.grouped_allreduce() (docs/frameworks.md), or install Horovod itself"
 _ESTIMATOR = "for models of torch, Keras 3 and numpy use pyhvd.spark.Estimator, see docs/spark_estimator.md"
-_ELASTIC_RAY = (
-    "start elastic ranks with pyhvd.launch(fn, discovery=), see docs/elastic.md, or install Horovod itself"
-)
+_ELASTIC_RAY = "start elastic ranks with pyhvd.ray.RayExecutor(min_workers=), see docs/ray.md"
 _REMEDIES = {
     "horovod.mxnet": _ARRAYS,
-    **dict.fromkeys(("horovod.ray.elastic", "horovod.ray.elastic_v2"), _ELASTIC_RAY),
+    "horovod.ray.elastic_v2": _ELASTIC_RAY,
     "horovod.spark.common.backend": "give the number of ranks to pyhvd.spark.Estimator(num_proc=) or"
     " pyhvd.spark.run(num_proc=), see docs/spark_estimator.md",
     **dict.fromkeys((f"horovod.spark.{name}" for name in ("keras", "lightning", "torch")), _ESTIMATOR),

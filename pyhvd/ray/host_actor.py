@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ class HostActor:
     """
 
     def __init__(self) -> None:
-        self._agent: subprocess.Popen[bytes] | None = None
         self._values: dict[tuple[int, int], asyncio.Future[Any]] = {}
 
     async def gpus(self) -> list[str]:
@@ -35,21 +33,15 @@ class HostActor:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return [each for each in visible.split(",") if each and ray.get_gpu_ids()]
 
-    async def begin(
+    async def serve(
         self, addresses: Sequence[Address], secret: Secret, number: int, env: Mapping[str, str]
     ) -> int:
-        """Start the agent; return its process id."""
+        """Start the agent, wait for its end, and return its exit code."""
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         salt = {"PYHVD_HOST_SALT": os.environ.get("PYHVD_HOST_SALT", "")}
         whole = without(own_environment(os.environ), *_OF_THE_WORKER) | kept | salt | dict(env)
         # This thread lives as long as the actor: the kernel ends the agent with the thread that started it.
-        self._agent = start_agent(addresses, secret, number, whole)
-        return self._agent.pid
-
-    async def wait(self) -> int:
-        """Wait for the agent to end; return its exit code."""
-        assert self._agent is not None
-        return await asyncio.to_thread(self._agent.wait)
+        return await asyncio.to_thread(start_agent(addresses, secret, number, whole).wait)
 
     async def hold(self) -> None:
         """Wait without end: the call fails when this actor ends."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -15,6 +14,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from pyhvd.ray.discovery import live_nodes, node_names
 from pyhvd.ray.errors import StartTimeoutError
 from pyhvd.ray.settings import WorkerShape
 
@@ -127,15 +127,5 @@ def _by_node(chosen: Mapping[int, int], nodes: Mapping[int, str]) -> list[NodeSh
     by_node: dict[str, dict[int, int]] = {}
     for index, workers in chosen.items():
         by_node.setdefault(nodes[index], {})[index] = workers
-    names = node_names(ray.nodes())
+    names = node_names(live_nodes())
     return [NodeShare(names[node], bundles) for node, bundles in by_node.items()]
-
-
-def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return a name for each of Ray's nodes, by its id: its address, and the id if it is not alone there."""
-    addresses = [node["NodeManagerAddress"] for node in nodes if node["Alive"]]
-    return {
-        node["NodeID"]: address if addresses.count(address) <= 1 else f"{address}/{node['NodeID'][:8]}"
-        for node in nodes
-        for address in [node["NodeManagerAddress"]]
-    }

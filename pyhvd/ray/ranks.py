@@ -1,12 +1,10 @@
-"""The ranks of a ``RayExecutor``: actors start the agents, the agents connect, and living ranks begin."""
+"""The ranks of a ``RayExecutor`` in a placement group: actors start the agents, and living ranks begin."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -15,68 +13,20 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from pyhvd.errors import RemoteError
 from pyhvd.job.agent.function_process import dump_call
 from pyhvd.job.agent.rank_process import RANK_OF_CALLS
-from pyhvd.job.driver.agent_source import Checked, CommandSource, HostSlots
-from pyhvd.job.driver.arrivals import Arrivals
-from pyhvd.job.driver.console import Console, log_warning
-from pyhvd.job.driver.generation_driver import GenerationDriver
-from pyhvd.job.driver.kept_agents import KeptAgents
+from pyhvd.job.driver.expected_agents import AgentOrder, living_ranks
 from pyhvd.job.driver.living_ranks import Answer, LivingRanks
-from pyhvd.job.driver.output import Output
-from pyhvd.job.machines.member_host import FoundHost
-from pyhvd.job.messages import Facts
-from pyhvd.job.mpi.rank_env import MPICH
-from pyhvd.job.mpi.rendezvous import PmiRendezvous
-from pyhvd.job.network.network_choice import Wanted
-from pyhvd.job.network.network_plans import parse_wishes
-from pyhvd.job.rank.call import interface_addresses, module_paths
+from pyhvd.job.driver.logged_values import Callbacks
+from pyhvd.job.rank.call import module_paths
+from pyhvd.job.rank.pickles import dump_functions
 from pyhvd.job.spec import JobSpec, argument_of
-from pyhvd.ray.errors import RayError, StartTimeoutError
-from pyhvd.ray.host_actor import HostActor
-from pyhvd.ray.placement import NodeShare, Placement
+from pyhvd.ray.actors import HERE, end_actor, expect_agents, make_actor, serve_agent, watch
+from pyhvd.ray.placement import Placement
 from pyhvd.ray.settings import RaySettings, WorkerShape
-from pyhvd.ray.worker import set_up
-from pyhvd.transport.tcp.connection import Secret
-
-_log = logging.getLogger("pyhvd")
-_LOOK_S = 0.01
-HERE = "."
-"""The ranks run where Ray runs their actor."""
-
-
-def end_of(_host: str, _code: int, _said: str) -> tuple[str, bool]:
-    """Explain the end of an agent; see :data:`pyhvd.job.driver.agent_source.Explain`."""
-    return "its agent has ended, and Ray's log of its actor may say why", False
-
-
-def checked() -> Checked:
-    """Return what all hosts must have."""
-    return Checked(HERE, "", Facts(MPICH, "MPICH", True, ""), PmiRendezvous())
-
-
-@dataclass
-class NodeActors:
-    """The actors of one node: the first starts the agent, others hold GPUs."""
-
-    share: NodeShare
-    actors: list[Any]
-
-    @property
-    def first(self) -> Any:
-        """The actor that has the agent."""
-        return self.actors[0]
-
-
-def check_driver() -> None:
-    """Raise RayError in a Ray Client, as agents must reach this process."""
-    if ray.util.client.ray.is_connected():
-        raise RayError(
-            "RayExecutor needs a driver inside the cluster, and this one is a Ray Client (ray://): run it by"
-            " ray job submit, or call it inside a task with num_cpus=0"
-        )
+from pyhvd.ray.worker import Call, Executable, set_up
 
 
 class RayRanks:
-    """Actors, agents and living ranks, from the first actor to the last; ended by :meth:`close`.
+    """Ranks that live from :meth:`start` to :meth:`close`.
 
     Parameters
     ----------
@@ -86,58 +36,55 @@ class RayRanks:
         Of the executor.
     use_current : bool
         See :class:`~pyhvd.ray.placement.Placement`.
-    on_logged : callable
-        Called with a rank and each value that it logs.
+
+    Attributes
+    ----------
+    actors : dict of str to list
+        The actors of each node: the first starts the agent, others hold GPUs.
     """
 
-    def __init__(
-        self,
-        shape: WorkerShape,
-        settings: RaySettings,
-        *,
-        use_current: bool,
-        on_logged: Callable[[int, Any], object],
-    ) -> None:
-        self._settings = settings
-        self._on_logged = on_logged
-        self._stack = contextlib.ExitStack()
-        patience = settings.placement_group_timeout_s
-        self._placement = self._stack.enter_context(
-            contextlib.closing(Placement(shape, use_current=use_current, patience=patience))
-        )
-        with self._undone_on_error():
-            self._stack.callback(self._end_actors)
-            self.nodes: list[NodeActors] = []
-            for share in self._placement.shares:
-                self.nodes.append(NodeActors(share, self._make_actors(shape, share)))
+    def __init__(self, shape: WorkerShape, settings: RaySettings, *, use_current: bool) -> None:
+        self._shape, self._settings, self._use_current = shape, settings, use_current
+        self._calls = itertools.count()
+        self.actors: dict[str, list[Any]] = {}
 
-    def start(self, executable: tuple[Any, Any, Any], env: Mapping[str, str]) -> LivingRanks:
-        """Start agents and ranks, and make each rank's executable; return the ranks."""
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
+        """Start actors, agents and ranks, and make each rank's executable."""
+        settings, wait_s = self._settings, self._settings.placement_group_timeout_s
         variables = [(name.encode(), value.encode()) for name, value in env.items()]
         code = dump_call((set_up, executable, {}), HERE, variables, module_paths(), RANK_OF_CALLS)
-        with self._undone_on_error():
-            kept = self._stack.enter_context(contextlib.closing(KeptAgents()))
-            self._gather_agents(kept)
-            output = self._stack.enter_context(Output())
-            spec = JobSpec(code, True, start_timeout=self._settings.timeout_s, name_of=argument_of)
-            hosts = [HostSlots(node.share.name, node.share.slots, [node.share.name]) for node in self.nodes]
-            source = CommandSource(spec, hosts, checked, end_of, kept)
-            console = Console(lambda text: _log.debug("%s", text), log_warning)
-            wanted = Wanted(parse_wishes(self._settings.nics or []), name_of=argument_of)
-            living = LivingRanks(
-                GenerationDriver(spec, source, output, console, wanted), source, self._on_logged
-            )
-            self._stack.callback(living.end)
-            self._watch(living)
-            living.begin()
-        return living
+        spec = JobSpec(code, True, start_timeout=settings.timeout_s, name_of=argument_of)
+        with contextlib.ExitStack() as stack:
+            placement = Placement(self._shape, use_current=self._use_current, patience=wait_s)
+            stack.callback(placement.close)
+            stack.callback(self._end_actors)
+            for share in placement.shares:
+                # Without GPUs one actor is enough: the ranks' CPUs are those of their bundles.
+                bundles = list(share.bundles)[: None if self._shape.gpus else 1]
+                actors = self.actors[share.name] = []
+                actors += [self._make_actor(placement.group, each, share.bundles[each]) for each in bundles]
+            self._slots = {share.name: share.slots for share in placement.shares}
+            agents = stack.enter_context(contextlib.closing(expect_agents(settings, self._start_agent)))
+            ranks = living_ranks(agents, self._slots, spec, HERE)
+            self._living: LivingRanks = stack.enter_context(ranks)
+            self._stack = stack.pop_all()
 
-    def references(self, call: int, answers: Sequence[Answer]) -> list[Any]:
-        """Return an ObjectRef for each rank's answer to a call, in rank order."""
-        return [self._reference(call, rank, answer) for rank, answer in enumerate(answers)]
+    def run(self, call: Call, callbacks: Callbacks = None, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Make a call on all ranks, or some; return the results in their order."""
+        return self._living.run(call, ranks, callbacks)
+
+    def run_remote(self, call: Call) -> list[Any]:
+        """Begin a call; return an ObjectRef for each rank's answer, in rank order."""
+        answers, number = self._living.call(dump_functions(call)), next(self._calls)
+        return [self._reference(number, rank, answer) for rank, answer in enumerate(answers)]
+
+    def close(self) -> None:
+        """End the ranks after their calls, then agents, actors and the placement group."""
+        self._stack.close()
 
     def _reference(self, call: int, rank: int, answer: Answer) -> Any:
-        actor = self._actor_of(rank)
+        hosts = [host for host, slots in self._slots.items() for _ in range(slots)]
+        actor = self.actors[hosts[rank]][0]
 
         def give(done: Answer) -> None:
             error = done.exception()
@@ -151,104 +98,26 @@ class RayRanks:
         answer.add_done_callback(give)
         return reference
 
-    def _actor_of(self, rank: int) -> Any:
-        for node in self.nodes:
-            if rank < node.share.slots:
-                return node.first
-            rank -= node.share.slots
-        raise IndexError(rank)
+    def _make_actor(self, group: Any, bundle: int, workers: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=False)
+        return make_actor(self._shape.cpus, self._shape.gpus * workers, strategy)
 
-    def close(self) -> None:
-        """End the ranks after their calls, then agents, actors and the placement group."""
-        self._stack.close()
-
-    @contextlib.contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
-    def _make_actors(self, shape: WorkerShape, share: NodeShare) -> list[Any]:
-        """Return an actor for each bundle that has GPUs; without GPUs one for the node."""
-        actors: list[Any] = []
-        for index, workers in share.bundles.items():
-            if actors and not shape.gpus:
-                break
-            strategy = PlacementGroupSchedulingStrategy(
-                placement_group=self._placement.group,
-                placement_group_bundle_index=index,
-                placement_group_capture_child_tasks=False,
-            )
-            options: dict[str, Any] = {"num_cpus": shape.cpus, "scheduling_strategy": strategy}
-            if shape.gpus:
-                options["num_gpus"] = shape.gpus * workers
-            actors.append(ray.remote(HostActor).options(**options).remote())
-        return actors
+    def _start_agent(self, order: AgentOrder) -> Callable[[], object]:
+        """Let a node's first actor start its agent, which gets the CUDA devices of all of them."""
+        first, *others = actors = self.actors[order.host]
+        env = {}
+        if others:
+            found = ray.get([actor.gpus.remote() for actor in actors], timeout=self._settings.timeout_s)
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(itertools.chain(*found)))
+        for actor in others:
+            watch(actor.hold.remote(), order)
+        serve_agent(first, order, env)
+        return lambda: None  # references wait for values of the actor
 
     def _end_actors(self) -> None:
-        for node in self.nodes:
-            for actor in node.actors:
-                with contextlib.suppress(Exception):  # Ray itself may be gone
-                    ray.kill(actor)
-
-    def _gather_agents(self, kept: KeptAgents) -> None:
-        """Start an agent on each node, and wait until all have connected."""
-        secret, nics = Secret(), self._settings.nics
-        own = interface_addresses(nics) if nics else [ray.util.get_node_ip_address()]
-        names = [node.share.name for node in self.nodes]
-
-        def describe(number: int, _address: str) -> FoundHost:
-            return FoundHost(names[number], self.nodes[number].share.slots)
-
-        with contextlib.closing(Arrivals(secret, own, describe)) as arrivals:
-            addresses = list(zip(own, arrivals.ports, strict=True))
-            begun = [
-                node.first.begin.remote(addresses, secret, number, self._devices(node))
-                for number, node in enumerate(self.nodes)
-            ]
-            self._wait_for(arrivals, begun, names)
-            for name in names:
-                kept.keep([name], arrivals.release(name))
-
-    def _wait_for(self, arrivals: Arrivals, begun: Sequence[Any], names: Sequence[str]) -> None:
-        seconds = self._settings.timeout_s
-        until = time.monotonic() + seconds
-        while set(arrivals.numbers) != set(names):
-            arrivals.take()
-            for name, ref in zip(names, begun, strict=True):
-                if ray.wait([ref], timeout=0)[0]:
-                    _get(ref, f"the agent of host {name} could not be started")
-            if time.monotonic() > until:
-                late = [name for name in names if name not in arrivals.numbers]
-                raise StartTimeoutError(
-                    f"no agent has connected from {', '.join(late)} within {seconds:g} s: can these hosts"
-                    " reach the driver? See timeout_s and nics of create_settings()",
-                    [names.index(name) for name in late],
-                )
-            time.sleep(_LOOK_S)
-
-    def _devices(self, node: NodeActors) -> dict[str, str]:
-        """Return the variable with all CUDA devices of a node, of which each actor has some."""
-        if len(node.actors) == 1:
-            return {}
-        found = ray.get([actor.gpus.remote() for actor in node.actors], timeout=self._settings.timeout_s)
-        devices = list(dict.fromkeys(device for each in found for device in each))
-        return {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-
-    def _watch(self, living: LivingRanks) -> None:
-        """Note the ends of actors: a node's end is known there before its agent's connection ends."""
-
-        def note(name: str, ended: Any) -> None:
-            if not ended.cancelled() and (error := ended.exception()) is not None:
-                living.lose_host(name, f"its Ray actor has ended ({type(error).__name__})")
-
-        for node in self.nodes:
-            name = node.share.name
-            for actor in node.actors:
-                waits = actor.wait if actor is node.first else actor.hold
-                waits.remote().future().add_done_callback(lambda ended, name=name: note(name, ended))
+        for actor in itertools.chain(*self.actors.values()):
+            end_actor(actor)
+        self.actors.clear()
 
 
 def _remote_cause(error: BaseException | None) -> RemoteError | None:
@@ -256,10 +125,3 @@ def _remote_cause(error: BaseException | None) -> RemoteError | None:
     while error is not None and not isinstance(error, RemoteError):
         error = error.__cause__
     return error
-
-
-def _get(ref: Any, failing: str) -> Any:
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayError as exc:
-        raise RayError(f"{failing}: {str(exc).strip().splitlines()[-1]}") from exc

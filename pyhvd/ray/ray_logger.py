@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyhvd.job.rank import living
-
 
 def log(info_dict: Any) -> None:
     """Hand a value to the callbacks of the running call; without effect on other ranks than 0.
@@ -15,4 +13,6 @@ def log(info_dict: Any) -> None:
     info_dict
         Any value that cloudpickle can carry, 512 KiB at most; usually a dict.
     """
-    living.log(info_dict)
+    from pyhvd.job.rank.rank import log as log_in_rank  # of the rank, which has it already
+
+    log_in_rank(info_dict)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyhvd.job.driver.discovery import FindsHosts
+from pyhvd.job.machines.roster import ElasticLimits
+from pyhvd.job.rank.call import expect
+from pyhvd.job.spec import argument_of
+from pyhvd.run.launchers.launch_elastic import read_elastic
+from pyhvd.run.options import ElasticOptions
 
 
-@dataclass(frozen=True)
+@dataclass
 class RaySettings:
     """What ``create_settings`` returns.
 
@@ -20,11 +28,18 @@ class RaySettings:
         The time limit for Ray to make a placement group, in seconds.
     nics : sequence of str or None
         The network interfaces of driver and ranks; None for any.
+    elastic : mapping of str to object
+        The arguments of a :class:`RayExecutor` that only elastic ranks have.
+    discovery : FindsHosts or None
+        Finds the nodes of elastic ranks and their slots, if ``override_discovery`` is False: an object with
+        ``find_available_hosts_and_slots()``, which names nodes by address or host name.
     """
 
     timeout_s: float = 30.0
     placement_group_timeout_s: float = 100.0
     nics: Sequence[str] | None = None
+    elastic: Mapping[str, Any] = field(default_factory=dict)
+    discovery: FindsHosts | None = None
 
 
 @dataclass(frozen=True)
@@ -71,20 +86,29 @@ def warn_of_ssh(ssh_identity_file: str | None, ssh_str: str | None) -> None:
         )
 
 
-def check_counts(num_workers: int | None, num_hosts: int | None, num_workers_per_host: int) -> None:
+def check_counts(num_hosts: Any = None, **workers: Any) -> None:
     """Raise ValueError if these numbers of an executor do not fit together."""
-    given = {
-        "num_workers": num_workers,
-        "num_hosts": num_hosts,
-        "num_workers_per_host": num_workers_per_host,
-    }
-    for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: expected a whole number, 1 at least")
-    if num_workers is not None and num_hosts is not None:
-        raise ValueError("both num_workers and num_hosts are given: give one of them")
-    if num_workers is None and num_hosts is None:
-        raise ValueError("give num_workers or num_hosts")
+    for name, value in {"num_hosts": num_hosts, **workers}.items():
+        right = value is None or (type(value) is int and value >= 1)
+        expect(right, name, value, "a whole number, 1 at least")
+    named = {"num_hosts": num_hosts, **{each: workers.get(each) for each in ("num_workers", "min_workers")}}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"both {given[0]} and {given[1]} are given: give one of them")
+    if not given:
+        missing = "max_workers needs min_workers" if workers.get("max_workers") else "no number of ranks"
+        raise ValueError(f"{missing}: give num_workers or num_hosts, or min_workers for an elastic job")
+
+
+def elastic_limits(least: int, most: int | None, **others: Any) -> ElasticLimits:
+    """Return the limits of an elastic job; raise ValueError for values that do not fit.
+
+    `others` are reset_limit, elastic_timeout and cooldown_range of :func:`pyhvd.launch`.
+    """
+    expect(most is None or least <= most, "max_workers", most, f"no fewer than min_workers, {least}")
+    given: ElasticOptions = read_elastic({"min_num_proc": least, "max_num_proc": most, **others})["elastic"]
+    times = given.reset_limit, given.timeout, given.cooldown
+    return ElasticLimits(least, most, least, *times, name_of=argument_of)
 
 
 def count_gpus(gpus_per_worker: float | None, *, use_gpu: bool) -> float:

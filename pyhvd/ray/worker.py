@@ -9,6 +9,11 @@ from typing import Any
 
 from pyhvd.job.rank.living import load_modules
 
+Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+"""A function with its args and kwargs."""
+Executable = tuple[type | None, Sequence[Any] | None, Mapping[str, Any] | None]
+"""The class of an executable, with its args and kwargs; None without one."""
+
 
 class BaseHorovodWorker:
     """A rank's worker: its place in the job, and its executable.
@@ -61,12 +66,23 @@ _worker = BaseHorovodWorker()
 
 def set_up(cls: type | None, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> None:
     """Make this rank's worker and its executable: a living rank's first call."""
-    global _worker
     load_modules()
-    _worker = BaseHorovodWorker(int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"]))
-    _worker.start_executable(cls, args, kwargs)
+    _make_worker(cls, args, kwargs)
+
+
+def call_anew(executable: Executable, call: Call) -> Any:
+    """Make this rank's worker and its executable, and make a call: all that an elastic rank does."""
+    _make_worker(*executable)
+    function, args, kwargs = call
+    return function(*args, **kwargs)
 
 
 def run_on_executable(function: Callable[[Any], Any]) -> Any:
     """Return what a function returns that gets this rank's executable."""
     return _worker.execute(lambda worker: function(worker.executable))
+
+
+def _make_worker(cls: type | None, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> None:
+    global _worker
+    _worker = BaseHorovodWorker(int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"]))
+    _worker.start_executable(cls, args, kwargs)

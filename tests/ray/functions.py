@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,3 +59,23 @@ def log_values(count: int) -> Any:
     for number in range(count):
         ray_logger.log({"rank": rank(), "number": number})
     return rank()
+
+
+def follow(folder: str) -> int:
+    """Take steps until there is a file "end"; rank 0 writes down generation and size of each step."""
+    hvd.init()
+
+    @hvd.elastic.run
+    def go(state: Any) -> None:
+        ended = np.zeros(1)
+        while not ended:
+            state.step += 1
+            ended = hvd.allreduce(np.array([float((Path(folder) / "end").exists())]), op=hvd.Max, name="end")
+            if hvd.rank() == 0:
+                with (Path(folder) / "steps").open("a") as file:
+                    file.write(f"{hvd.elastic.generation()} {hvd.size()}\n")
+            time.sleep(0.02)  # a step's work
+            state.commit()
+
+    go(hvd.elastic.ObjectState(step=0))
+    return hvd.size()

@@ -361,7 +361,7 @@ def _differs(found: Any, names: list[str], path: str) -> str:
 # What pyhvd has not, and a word of what its error recommends.
 ABSENT = {
     "mxnet": "grouped_allreduce",
-    "ray.elastic": r"pyhvd\.launch\(fn, discovery=\)",
+    "ray.elastic_v2": r"pyhvd\.ray\.RayExecutor\(min_workers=\)",
     **dict.fromkeys(
         (f"spark.{name}" for name in ("keras", "lightning", "torch")), r"pyhvd\.spark\.Estimator"
     ),
@@ -379,6 +379,13 @@ def test_what_pyhvd_has_not_says_what_to_do(name: str, horovod: Any) -> None:
 @pytest.mark.parametrize("name", ["ray", "ray.runner"])
 def test_ray_has_the_executor(name: str, horovod: Any) -> None:
     assert horovod(name).RayExecutor.__module__ == "pyhvd.ray.executor"
+
+
+def test_ray_has_elastic_ranks(horovod: Any) -> None:
+    executor = horovod("ray.elastic").ElasticRayExecutor
+    assert executor is horovod("ray").ElasticRayExecutor
+    assert executor.__module__ == "pyhvd.ray.elastic_executor"
+    assert not hasattr(horovod("ray.elastic"), "TestDiscovery")
 
 
 @pytest.mark.parametrize(

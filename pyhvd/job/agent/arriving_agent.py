@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from pyhvd.job.agent.host_agent import exit_code, serve_on
 from pyhvd.job.process.guardian import die_with_parent
 from pyhvd.transport.tcp.connection import Address, Secret, connect
 
@@ -68,6 +67,8 @@ def start_agent(
 
 def main() -> int:
     """Run the agent; return its exit code."""
+    from pyhvd.job.agent.host_agent import exit_code, serve_on  # what starts an agent needs none of it
+
     told = json.loads(sys.stdin.buffer.read(_MOST_BYTES))
     die_with_parent(signal.SIGKILL, told["parent"])
     addresses = [(host, port) for host, port in told["addresses"]]

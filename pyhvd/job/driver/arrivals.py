@@ -22,16 +22,30 @@ _MOST_STRANGERS = 64
 
 
 class ArrivedAgent:
-    """An agent that has connected; see :class:`~pyhvd.job.driver.agent_source.AgentProcess`.
+    """An agent that has connected, or that will; see :class:`~pyhvd.job.driver.agent_source.AgentProcess`.
 
     Parameters
     ----------
     connection : Connection
-        The channel; authenticated.
+        The channel; authenticated. Before the agent has connected, nothing comes from it.
+
+    Attributes
+    ----------
+    end_starter : callable
+        Ends what has started the agent; :meth:`close` calls it.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.end_starter: Callable[[], object] = lambda: None
+
+    def connect(self, connection: Connection) -> None:
+        """Take the channel of an agent that was expected; close the channel if the agent was ended before."""
+        if self.connection.open:
+            self.connection.close()
+            self.connection = connection
+        else:
+            connection.close()
 
     def fileno(self) -> int:
         """Return -1: what the agent writes to stderr is its starter's."""
@@ -52,11 +66,14 @@ class ArrivedAgent:
         self.connection.finish(END_S)
 
     def close(self) -> None:
-        """Do nothing."""
+        """End what has started the agent."""
+        self.end_starter()
 
 
 class Arrivals:
     """Finds the agents that have connected; in place of a :class:`~pyhvd.job.driver.discovery.Discovery`.
+
+    Agents that are expected are not found: they belong to the caller of :meth:`expect`.
 
     Parameters
     ----------
@@ -64,17 +81,22 @@ class Arrivals:
         The job's key, which an agent must hold.
     addresses : sequence of str
         The addresses to listen on.
-    describe : callable
-        Returns the host of an agent from the number that it was given and its address.
+    describe : callable, optional
+        Returns the host of an agent from the number that it was given and its address; None if all agents
+        are expected.
     """
 
     def __init__(
-        self, secret: Secret, addresses: Sequence[str], describe: Callable[[int, str], FoundHost]
+        self,
+        secret: Secret,
+        addresses: Sequence[str],
+        describe: Callable[[int, str], FoundHost] | None = None,
     ) -> None:
         self._secret = secret
         self._listeners = [listen(address, _MOST_STRANGERS) for address in addresses]
         self._strangers: list[tuple[Connection, str]] = []
         self._describe = describe
+        self._expected: dict[int, tuple[ArrivedAgent, socket.socket]] = {}
         self._known: dict[str, tuple[FoundHost, Connection, int]] = {}
         self._next = 0.0
 
@@ -109,10 +131,11 @@ class Arrivals:
             raise OSError("it has ended")
         return ArrivedAgent(self._known[name][1])
 
-    def release(self, name: str) -> ArrivedAgent:
-        """Do :meth:`agent`, and forget the agent: :meth:`close` leaves it."""
-        agent = self.agent(name)
-        del self._known[name]
+    def expect(self, number: int) -> ArrivedAgent:
+        """Return the agent that will connect with this number; :meth:`take` gives it its connection."""
+        ours, other = socket.socketpair()
+        agent = ArrivedAgent(Connection(ours, Session(self._secret.reveal(), Role.SERVER)))
+        self._expected[number] = agent, other
         return agent
 
     def dismiss(self) -> None:
@@ -126,6 +149,8 @@ class Arrivals:
             listener.close()
         for connection, _ in self._strangers:
             connection.close()
+        for _, other in self._expected.values():
+            other.close()
         self._close_channels()
 
     def _close_channels(self) -> None:
@@ -168,9 +193,21 @@ class Arrivals:
                 continue
             self._strangers.remove(stranger)
             if connection.open and isinstance(greeting, Hello):
-                host = self._describe(greeting.task, address)
-                self._known[host.name] = host, connection, greeting.task
-                new = True
+                new |= self._know(greeting.task, connection, address)
             else:
                 connection.close()
         return new
+
+    def _know(self, number: int, connection: Connection, address: str) -> bool:
+        """Take in an agent that has greeted; return whether its host is new."""
+        if number in self._expected:
+            agent, other = self._expected.pop(number)
+            other.close()
+            agent.connect(connection)
+            return False
+        if self._describe is None:
+            connection.close()
+            return False
+        host = self._describe(number, address)
+        self._known[host.name] = host, connection, number
+        return True

@@ -26,7 +26,7 @@ from pyhvd.job.connections import Standstill
 from pyhvd.job.driver.agent_source import AgentProcess, Checked, CommandSource, HostSlots
 from pyhvd.job.driver.console import Console, StatusLine, Terminal, noting_signals, wake_by
 from pyhvd.job.driver.drain_socket import DrainError, DrainSocket
-from pyhvd.job.driver.generation_driver import GenerationDriver
+from pyhvd.job.driver.generation_driver import CallListener, GenerationDriver
 from pyhvd.job.driver.held_commits import HeldCommits, Outcome, StateLostError
 from pyhvd.job.driver.kept_agents import KeptAgents
 from pyhvd.job.driver.output import Output
@@ -136,6 +136,10 @@ class AgentStarter(Protocol):
         """Return the hosts that will be taken away, and why, as a cluster knows; they may come again."""
         return {}
 
+    def lost(self) -> Mapping[str, str]:
+        """Return the hosts that are lost, and why, as a cluster knows, each once."""
+        return {}
+
     def why_over(self, number: int, now: float) -> Exception | None:  # noqa: ARG002
         """Return why the job cannot go on after this generation, as a cluster knows; None if it can."""
         return None
@@ -176,6 +180,8 @@ class ElasticJob:
         signals and stdin.
     resume : ResumeFile, optional
         Lets a later run of the job go on; SIGTERM to this process then suspends the job.
+    listener : CallListener, optional
+        Hears what ranks log.
     last : Generation or None
         The last generation, which is over.
     """
@@ -188,6 +194,7 @@ class ElasticJob:
     say: Callable[[str], None]
     status: StatusLine | None = None
     resume: ResumeFile | None = None
+    listener: CallListener | None = None
     last: Generation | None = None
     _kept: KeptAgents = field(default_factory=KeptAgents)  # without ranks
     _commit: int = 0  # the newest of which an agent has told
@@ -331,6 +338,9 @@ class ElasticJob:
 
     def _look_at_agents(self, now: float) -> None:
         stood_still = self._standstill.look()
+        for host, why in self.starter.lost().items():
+            if self._running is not None:
+                self._running.driver.lose_host(host, why)
         for host, starting in list(self._starting.items()):
             starting.until += stood_still
             if starting.is_up():
@@ -405,7 +415,9 @@ class ElasticJob:
         if self.status is not None:
             terminal = Terminal(self.status, reads=self.last is None, signals=self._signals)
         console = Console(self.say, self.say, terminal)
-        driver = GenerationDriver(self.spec, source, self.output, console, network, held, self._step)
+        driver = GenerationDriver(
+            *(self.spec, source, self.output, console, network, held, self._step, self.listener)
+        )
         if terminal is not None:
             wake_by(driver.selector, self._wake)
         return Generation(driver, source, held)

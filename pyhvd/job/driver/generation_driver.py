@@ -163,7 +163,7 @@ class AgentSource:
 
 
 class CallListener(Protocol):
-    """Hears what living ranks say; called in the driver's thread."""
+    """Hears what ranks answer and log; called in the driver's thread. Only living ranks answer."""
 
     def take_answer(self, rank: int, result: bytearray) -> None:
         """Take the pickled result of a rank's oldest call that has none yet."""
@@ -193,7 +193,7 @@ class GenerationDriver:
     each_step : callable, optional
         Called with the monotonic time in each step, normally at least four times a second.
     listener : CallListener, optional
-        Hears what living ranks say; None if the ranks make one call.
+        Hears what ranks answer and log; None for nobody.
     connections : ConnectionServer
         The connections to the agents.
     machine : JobMachine
@@ -372,6 +372,12 @@ class GenerationDriver:
         for peer in self.connections.peers:
             if owned := sorted(peer.ranks & wanted):
                 peer.feeds.append(chain(map(CodePart, code_parts), [NextCall(owned)]))
+
+    def lose_host(self, name: str, why: str) -> None:
+        """Disconnect the agent of a host that is known to be lost."""
+        for peer in list(self.connections.peers):
+            if self.source.name_of(peer) == name:
+                self.connections.drop(peer, f"is lost: {why}")
 
     # ---- carrying out the machine's actions
 

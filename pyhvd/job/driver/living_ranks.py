@@ -11,19 +11,20 @@ Invariants
 from __future__ import annotations
 
 import os
-import pickle
 import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from pyhvd.job.driver.agent_source import CommandSource
 from pyhvd.job.driver.generation_driver import STOP_S, GenerationDriver, ending
+from pyhvd.job.driver.logged_values import Callbacks, LoggedValues
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.rank.call import as_function_errors, load_result
+from pyhvd.job.rank.pickles import dump_functions
 
 Answer = Future[bytearray]
 """Gets the pickled result of one rank's call."""
@@ -42,24 +43,25 @@ class LivingRanks:
         Of a job whose code is a first call; see :data:`pyhvd.job.agent.rank_process.RANK_OF_CALLS`.
     source : CommandSource
         The driver's. Its agents stay for the next job after a good end, if it has where to keep them.
-    on_logged : callable
-        Called in the serving thread with a rank and each value that the rank logs.
     on_end : callable
         Called in the serving thread when the job is over, with its error or None.
+    take_lost : callable
+        Returns the hosts that are lost, and why, which their agents may not have told yet; each once.
     """
 
     def __init__(
         self,
         driver: GenerationDriver,
         source: CommandSource,
-        on_logged: Callable[[int, Any], object] = lambda _rank, _value: None,
         on_end: Callable[[BaseException | None], object] = lambda _: None,
+        take_lost: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.size = source.size
         self._driver = driver
         self._source = source
-        self._on_logged = on_logged
+        self._logged = LoggedValues()
         self._on_end = on_end
+        self._take_lost = take_lost
         self._lock = threading.Lock()
         self._posted: deque[Callable[[], object]] = deque()
         self._waiting: list[deque[Answer]] = [deque() for _ in range(self.size)]
@@ -69,7 +71,7 @@ class LivingRanks:
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         driver.listener = self
-        driver.each_step = self._check_end
+        driver.each_step = self._check
         driver.selector.register(self._wake, selectors.EVENT_READ, self._take_posted)
         self._thread = threading.Thread(target=self._serve, name="pyhvd.job.living", daemon=True)
 
@@ -96,6 +98,28 @@ class LivingRanks:
             self._post(lambda: self._driver.call(code, chosen))
         return answers
 
+    def run(self, call: Any, ranks: Iterable[int] | None = None, callbacks: Callbacks = None) -> list[Any]:
+        """Let some ranks, or all, call a function; return its results in the order of the ranks.
+
+        Parameters
+        ----------
+        call : tuple
+            The function, its args and its kwargs.
+        ranks : iterable of int, optional
+            The ranks.
+        callbacks : sequence of callable, optional
+            They get what rank 0 logs; an exception of one ends all ranks.
+        """
+        answers = self.call(dump_functions(call), ranks)
+        if callbacks:
+            try:
+                self._logged.wait(answers, callbacks)
+            except BaseException:
+                self.end(now=True)
+                raise
+        results = self.results(answers)
+        return [load_result(rank, answer) for rank, answer in enumerate(results)]
+
     def results(self, answers: Sequence[Answer]) -> list[bytearray]:
         """Wait for answers, and return them; end all ranks if this thread is interrupted."""
         try:
@@ -107,17 +131,6 @@ class LivingRanks:
         if failed is not None:
             failed.result()
         return [answer.result() for answer in answers]
-
-    def lose_host(self, name: str, why: str) -> None:
-        """Note that a host is lost, which its agent may not have told yet."""
-
-        def drop() -> None:
-            for peer in list(self._driver.connections.peers):
-                if self._source.name_of(peer) == name:
-                    self._driver.connections.drop(peer, f"is lost: {why}")
-
-        with self._lock:
-            self._post(drop)
 
     def end(self, *, now: bool = False) -> None:
         """End the ranks after their calls, which have 5 s for that, or `now`; wait until they are gone."""
@@ -141,7 +154,7 @@ class LivingRanks:
 
     def take_logged(self, rank: int, data: bytes) -> None:
         """See :meth:`CallListener.take_logged`."""
-        self._on_logged(rank, pickle.loads(data))
+        self._logged.take_logged(rank, data)
 
     def _serve(self) -> None:
         error: BaseException | None = None
@@ -189,11 +202,8 @@ class LivingRanks:
         for function in posted:
             function()
 
-    def _check_end(self, now: float) -> None:
+    def _check(self, now: float) -> None:
+        for host, why in self._take_lost().items():
+            self._driver.lose_host(host, why)
         if self._end_by is not None and now > self._end_by:
             raise _EndRanks
-
-
-def load_results(answers: Sequence[bytearray]) -> list[Any]:
-    """Return what the functions of all ranks have returned, in rank order."""
-    return [load_result(rank, answer) for rank, answer in enumerate(answers)]

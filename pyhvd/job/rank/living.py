@@ -8,16 +8,13 @@ Each answer has the bytes of :mod:`pyhvd.job.rank.pickles`. At the end the rank 
 
 from __future__ import annotations
 
-import base64
 import importlib
 import os
 import socket
-from typing import Any
 
-from pyhvd.job.process.rank_line import ANSWER, LOGGED, RESULT, read_code, tell
+from pyhvd.job.process.rank_line import ANSWER, RESULT, read_code, tell
 from pyhvd.job.rank.pickles import dump
 from pyhvd.job.rank.rank import fail, prepare
-from pyhvd.transport.tcp.session import MAX_RECORD
 
 NEEDED = (
     "numpy",
@@ -28,9 +25,6 @@ NEEDED = (
     "pyhvd.transport.links",
 )
 """Modules that every rank imports, except MPI's."""
-# A value travels in one message.
-_MOST_LOGGED = MAX_RECORD // 2
-_control: socket.socket | None = None
 
 
 def run_rank(control: socket.socket) -> int:
@@ -38,8 +32,6 @@ def run_rank(control: socket.socket) -> int:
 
     A child that a function forks ends as Python ends it: it sends nothing.
     """
-    global _control
-    _control = control
     rank_env, pid = prepare(control), os.getpid()
     import cloudpickle
 
@@ -63,21 +55,3 @@ def load_modules() -> None:
     """Do what takes a rank's first ``init()`` most of its time: its imports, and MPI_Init."""
     for name in (*NEEDED, "mpi4py.MPI"):
         importlib.import_module(name)
-
-
-def log(value: Any) -> None:
-    """Hand a value to the driver during a call; do nothing outside of living ranks.
-
-    Raises
-    ------
-    ValueError
-        The value's pickle is too large for a message.
-    """
-    import cloudpickle
-
-    if _control is None:
-        return
-    data = cloudpickle.dumps(value)
-    if len(data) > _MOST_LOGGED:
-        raise ValueError(f"a value of {len(data)} bytes: at most {_MOST_LOGGED} can be logged")
-    tell(_control.fileno(), LOGGED, base64.b64encode(data).decode())

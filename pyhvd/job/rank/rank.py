@@ -7,11 +7,12 @@ messages of :mod:`pyhvd.job.process.rank_line`. The bytes of its result are thos
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import sys
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pyhvd.common import launcher_hooks
 from pyhvd.common.standard_files import flush_standard_files
@@ -21,7 +22,7 @@ from pyhvd.job.errors import MadeRoom
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process import segments
 from pyhvd.job.process.exit_report import EXIT, INTERRUPT, SECONDARY, ExitReport, kind_of
-from pyhvd.job.process.rank_line import ENTERING, RESULT, read_code, tell, tell_crashes, tell_report
+from pyhvd.job.process.rank_line import ENTERING, LOGGED, RESULT, read_code, tell, tell_crashes, tell_report
 from pyhvd.job.rank.imports import watch_mpi_import
 from pyhvd.job.rank.pickles import dump
 from pyhvd.job.rank.step_signals import leave_sigterm_to_agent
@@ -35,6 +36,9 @@ Each rank on a host of the job has it, and none of a Spark task.
 _FLUSH_S = 0.5
 # A pickled exception travels in one message, together with its report.
 _MOST_EXCEPTION = MAX_RECORD // 2
+# A logged value travels in one message.
+_MOST_LOGGED = MAX_RECORD // 2
+_control: socket.socket | None = None  # of this process, if it is a rank
 
 
 def run_rank(control: socket.socket) -> int:
@@ -63,6 +67,8 @@ def run_rank(control: socket.socket) -> int:
 
 def prepare(control: socket.socket) -> RankEnv:
     """Make this process ready to run functions as a rank; return its numbers."""
+    global _control
+    _control = control
     for path in reversed(os.environ.pop(PATHS, "").split(os.pathsep)):
         if path and path not in sys.path:
             sys.path.insert(0, path)
@@ -88,6 +94,24 @@ def prepare(control: socket.socket) -> RankEnv:
 
     watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, enter, entered)
     return rank_env
+
+
+def log(value: Any) -> None:
+    """Hand a value to the driver while a function runs; do nothing outside of ranks.
+
+    Raises
+    ------
+    ValueError
+        The value's pickle is too large for a message.
+    """
+    import cloudpickle
+
+    if _control is None:
+        return
+    data = cloudpickle.dumps(value)
+    if len(data) > _MOST_LOGGED:
+        raise ValueError(f"a value of {len(data)} bytes: at most {_MOST_LOGGED} can be logged")
+    tell(_control.fileno(), LOGGED, base64.b64encode(data).decode())
 
 
 def fail(control: socket.socket, exc: BaseException, rank: int, *, pickles: bool) -> NoReturn:

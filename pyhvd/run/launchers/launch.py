@@ -23,7 +23,7 @@ from pyhvd.job.driver.agent_source import CommandSource
 from pyhvd.job.driver.console import Console
 from pyhvd.job.driver.generation_driver import GenerationDriver, ending
 from pyhvd.job.driver.kept_agents import KeptAgents
-from pyhvd.job.driver.living_ranks import LivingRanks, load_results
+from pyhvd.job.driver.living_ranks import LivingRanks
 from pyhvd.job.driver.output import Output
 from pyhvd.job.mpi.rank_env import to_send
 from pyhvd.job.network.network_plans import ANY, parse_wishes
@@ -39,7 +39,6 @@ from pyhvd.job.rank.call import (
     read_duration,
 )
 from pyhvd.job.rank.living import load_modules
-from pyhvd.job.rank.pickles import dump_functions
 from pyhvd.job.spec import START_TIMEOUT, argument_of
 from pyhvd.run.hosts.agent_template import check_agent
 from pyhvd.run.hosts.clusters.detection import find_rank
@@ -312,8 +311,7 @@ class Ranks:
         """
         named = {} if kwargs is None else kwargs
         check_call((fn, args, named), None, None)
-        answers = self._living.call(dump_functions((fn, tuple(args), dict(named))))
-        return load_results(self._living.results(answers))
+        return self._living.run((fn, tuple(args), dict(named)))
 
     def close(self) -> None:
         """End the ranks after their calls; those that still run 5 s later are killed."""

@@ -8,27 +8,66 @@ from typing import Any
 import pytest
 
 import pyhvd.ray
-from pyhvd.ray.settings import RaySettings, WorkerShape, check_counts, count_gpus, warn_of_ssh
+from pyhvd.ray.discovery import node_names
+from pyhvd.ray.settings import RaySettings, WorkerShape, count_gpus, warn_of_ssh
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ((None, None, 1), "give num_workers or num_hosts"),
-        ((2, 2, 1), "both num_workers and num_hosts"),
-        ((0, None, 1), "num_workers=0: expected a whole number"),
-        ((True, None, 1), "num_workers=True"),
-        ((None, 2, 1.5), r"num_workers_per_host=1\.5"),
+        ({}, "no number of ranks: give num_workers or num_hosts, or min_workers"),
+        ({"num_workers": 2, "num_hosts": 2}, "both num_hosts and num_workers"),
+        ({"num_workers": 0}, "num_workers=0: expected a whole number"),
+        ({"num_workers": True}, "num_workers=True"),
+        ({"num_hosts": 2, "num_workers_per_host": 1.5}, r"num_workers_per_host=1\.5"),
+        ({"min_workers": 1, "num_workers": 2}, "both num_workers and min_workers"),
+        ({"max_workers": 2}, "max_workers needs min_workers"),
+        ({"min_workers": 3, "max_workers": 2}, "max_workers=2: expected no fewer than min_workers, 3"),
+        ({"min_workers": 1, "reset_limit": -1}, "reset_limit=-1"),
+        ({"min_workers": 1, "elastic_timeout": 0}, "elastic_timeout=0"),
+        ({"min_workers": 1, "cooldown_range": (9, 1)}, r"cooldown_range=\(9, 1\)"),
+        ({"min_workers": 1, "override_discovery": False}, r"settings\.discovery=None"),
     ],
 )
-def test_numbers_that_do_not_fit(given: tuple[Any, ...], text: str) -> None:
+def test_arguments_that_do_not_fit(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        check_counts(*given)
+        pyhvd.ray.RayExecutor(**given)
 
 
-def test_numbers_that_fit() -> None:
-    check_counts(4, None, 1)
-    check_counts(None, 2, 4)
+def test_arguments_that_fit() -> None:
+    assert pyhvd.ray.RayExecutor(num_workers=4).num_workers == 4
+    assert pyhvd.ray.RayExecutor(num_hosts=2, num_workers_per_host=4).num_workers == 8
+    elastic = pyhvd.ray.RayExecutor(min_workers=2, cooldown_range=[1, 5], reset_limit=0)
+    assert elastic.num_workers == 2
+    for method in (elastic.run_remote, elastic.execute_single):
+        with pytest.raises(NotImplementedError, match="needs ranks that stay"):
+            method(print)
+
+
+def test_settings_of_the_elastic_executor() -> None:
+    create = pyhvd.ray.ElasticRayExecutor.create_settings
+    with pytest.warns(UserWarning, match="without effect: verbose"):
+        settings = create(max_num_proc=3, min_np=2, cooldown_range=(1, 2), verbose=1, nics={"lo"})
+    assert settings.elastic == {
+        "min_workers": 2,
+        "max_workers": 3,
+        "cooldown_range": (1, 2),
+        "reset_limit": None,
+        "elastic_timeout": 600,
+    }
+    assert settings.nics == ["lo"]
+    pyhvd.ray.ElasticRayExecutor(settings, env_vars={"A": "b"})
+    with pytest.raises(ValueError, match="max_workers=1"):
+        pyhvd.ray.ElasticRayExecutor(create(min_num_proc=2, max_num_proc=1))
+
+
+def test_the_names_of_nodes() -> None:
+    addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.2"]
+    nodes = [
+        {"NodeID": f"{k}" * 9, "NodeManagerAddress": address, "NodeManagerHostname": f"n{k}"}
+        for k, address in enumerate(addresses)
+    ]
+    assert list(node_names(nodes).values()) == ["10.0.0.1", "n1_11111111", "n2_22222222"]
 
 
 def test_gpus_of_a_rank() -> None:

@@ -1,4 +1,4 @@
-"""``horovod.ray``: :class:`pyhvd.ray.RayExecutor`."""
+"""``horovod.ray``: the executors of :mod:`pyhvd.ray`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pyhvd.aliases.as_horovod.ray import ray_logger as ray_logger
 from pyhvd.ray import BaseHorovodWorker as BaseHorovodWorker
 
 if TYPE_CHECKING:
-    from pyhvd.ray import RayExecutor as RayExecutor
+    from pyhvd.ray import ElasticRayExecutor as ElasticRayExecutor, RayExecutor as RayExecutor
 
 
 def __getattr__(name: str) -> Any:
-    if name != "RayExecutor":  # ranks do not need it
+    if name not in ("ElasticRayExecutor", "RayExecutor"):  # ranks do not need them
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pyhvd.ray import RayExecutor
+    import pyhvd.ray
 
-    return RayExecutor
+    return getattr(pyhvd.ray, name)
