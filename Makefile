@@ -224,6 +224,10 @@ bench-hosts: .venv/.bench ## across simulated hosts, against MPI and the links' 
 bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors, against treeAggregate, into benchmarks/results
 	.venv-spark/bin/python -m benchmarks spark $(ARGS)
 
+.PHONY: bench-ray
+bench-ray: .venv-ray/.bench ## the start of ranks inside Ray, against pyhvd.Hosts, and an elastic restart, into benchmarks/results
+	.venv-ray/bin/python -m benchmarks ray $(ARGS)
+
 .PHONY: bench-frameworks
 bench-frameworks: .venv-frameworks/.bench ## steps of JAX and TensorFlow over pyhvd, against their own collectives, into benchmarks/results
 	.venv-frameworks/bin/python -m benchmarks frameworks $(ARGS)

@@ -27,10 +27,10 @@ QUESTIONS = (
     "halves",
     "oversubscribed",
 )
-# Questions that run only by name: scale simulates, for minutes; spark needs pyspark, and a minute to start a
-# cluster; torch, torchdist and torch_memory need torch, and results takes it if it is there; frameworks
+# Questions that run only by name: scale simulates, for minutes; spark and ray need pyspark and Ray, and start
+# clusters; torch, torchdist and torch_memory need torch, and results takes it if it is there; frameworks
 # measures JAX and TensorFlow where they are.
-ON_DEMAND = ("scale", "spark", "torch", "torchdist", "torch_memory", "results", "frameworks")
+ON_DEMAND = ("scale", "spark", "ray", "torch", "torchdist", "torch_memory", "results", "frameworks")
 # They have flags of their own, and start their jobs themselves.
 ON_HOSTS = {
     "hosts": hosts.main,
