@@ -36,8 +36,8 @@ demo-spark: .venv-demo-spark/.done ## the same inside Spark, on 4 ranks: pip bri
 	@PYTHONSAFEPATH=1 .venv-demo-spark/bin/python examples/spark_digits.py --folder build/spark_digits
 
 .PHONY: demo-ray
-demo-ray: .venv-demo-ray/.done ## the same inside Ray, on 4 ranks: pip brings Ray, 290 MB
-	@echo "==> training examples/ray_digits.py on 4 ranks inside Ray"
+demo-ray: .venv-demo-ray/.done ## the same inside Ray, on 2 nodes with 2 ranks each: pip brings Ray, 290 MB
+	@echo "==> training examples/ray_digits.py on 2 nodes of Ray, 2 ranks on each"
 	@PYTHONSAFEPATH=1 .venv-demo-ray/bin/python examples/ray_digits.py
 
 .PHONY: demo-torch

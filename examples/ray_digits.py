@@ -1,12 +1,13 @@
 """Train on handwritten digits inside Ray: each rank has a trainer, which keeps its network between two calls.
 
-The network, its gradients and the data are those of ``digits.py``. Without arguments, the example starts Ray
-in this process.
+The network, its gradients and the data are those of ``digits.py``. Without an address, the example starts
+Ray on this host, with two nodes.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 import time
@@ -33,6 +34,10 @@ class Trainer:
         self.batch_size = batch_size
         self.epoch = 0
 
+    def host(self) -> str | None:
+        """Return the name of this rank's host."""
+        return os.environ.get("HOROVOD_HOSTNAME")
+
     def train(self, epochs: int) -> tuple[int, float]:
         """Train; return the number of epochs so far, and the accuracy on the held-out digits."""
         for _ in range(epochs):
@@ -42,21 +47,38 @@ class Trainer:
         return self.epoch, digits.accuracy(self.parameters, *self.held_out)
 
 
+def start_nodes(count: int, cpus: int) -> str:
+    """Start a Ray cluster on this host; return its address. The cluster ends with this process."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    args = {"num_cpus": cpus, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**args, "include_dashboard": False})
+    for _ in range(count - 1):
+        cluster.add_node(**args)
+    atexit.register(cluster.shutdown)
+    atexit.register(ray.shutdown)  # before the cluster: the last to be registered is the first to be called
+    return str(cluster.address)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--address", help="of a Ray cluster; by default Ray starts in this process")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--workers-per-host", type=int, default=2)
+    parser.add_argument("--address", help="of a Ray cluster; by default Ray starts on this host")
     options = parser.parse_args()
     import ray
 
     from pyhvd.ray import RayExecutor
 
-    cpus = None if options.address else options.workers
-    ray.init(options.address, num_cpus=cpus, log_to_driver=False)
-    executor = RayExecutor(num_workers=options.workers)
+    address = options.address or start_nodes(options.hosts, options.workers_per_host)
+    ray.init(address, log_to_driver=False)
+    settings = RayExecutor.create_settings(timeout_s=120)
+    executor = RayExecutor(settings, num_hosts=options.hosts, num_workers_per_host=options.workers_per_host)
     begun = time.perf_counter()
     executor.start(Trainer, (32, 64, 0.1), extra_env_vars={"OPENBLAS_NUM_THREADS": "1"})
-    print(f"{options.workers} ranks are up after {time.perf_counter() - begun:.1f} s")
+    up_s, hosts = time.perf_counter() - begun, executor.execute(Trainer.host)
+    print(f"{len(hosts)} ranks on {len(set(hosts))} hosts are up after {up_s:.1f} s")
     reached = 0.0
     try:
         for _ in range(4):
