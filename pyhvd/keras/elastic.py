@@ -92,7 +92,7 @@ class _OfKerasOptimizers(_OfVariables):
 
     def settings(self, value: Any) -> Any:
         rate = getattr(getattr(value, "inner_optimizer", value), "_learning_rate", None)
-        return float(keras.ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else None
+        return float(keras.ops.convert_to_numpy(rate)) if hasattr(rate, "assign") else None
 
     def load_settings(self, value: Any, settings: Any) -> Any:
         value.learning_rate = settings

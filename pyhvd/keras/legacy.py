@@ -119,8 +119,7 @@ def has_settable_rate(optimizer: Any) -> bool:
     hyper = getattr(optimizer, "_hyper", None)
     if hyper is not None:
         return not callable(hyper["learning_rate"])
-    rate = getattr(optimizer, "_learning_rate", None)
-    return isinstance(rate, keras.Variable) or (is_optimizer(optimizer) and hasattr(rate, "assign"))
+    return hasattr(getattr(optimizer, "_learning_rate", None), "assign")
 
 
 # -- helpers -------------------------------------------------------------------------------------------
