@@ -316,11 +316,14 @@ def _add_accumulators(optimizer: Any) -> None:
         optimizer._tracker.lock()
     added = held[count:]
     del held[count:]
-    known = {id(optimizer._iterations), id(optimizer._learning_rate)}
-    known.update(id(each) for each in getattr(optimizer, "_model_variables_moving_average", []))
-    place = sum(id(each) in known for each in held)
-    for offset, variable in enumerate(added):  # TensorFlow's list compares what a slice replaces
-        held.insert(place + offset, variable)
+    fixed = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    first = sum(id(each) in fixed for each in held)
+    made = {id(each) for each in getattr(optimizer, "_model_variables_moving_average", [])}
+    averages = sum(id(each) in made for each in held)
+    # Keras 3.5 makes average and accumulator of each variable in turn; later versions all averages first.
+    takes_turns = averages and not hasattr(optimizer, "add_optimizer_variables")
+    for number, variable in enumerate(added):  # TensorFlow's list compares what a slice replaces
+        held.insert(first + (2 * number + 1 if takes_turns else averages + number), variable)
 
 
 def _checked(options: OptimizerOptions) -> OptimizerOptions:

@@ -81,7 +81,9 @@ class GradientReduction:
             door().check_step()
             self._compare(optimizer, grads, variables)
         present = [place for place in places if grads[place] is not None]
-        overwriting = [p for p in present if optimizer._overwrite_variable_with_gradient(variables[p])]
+        overwriting = [
+            place for place in present if getattr(variables[place], "overwrite_with_gradient", False)
+        ]
         if overwriting and self.options.is_needed:
             terms = ReductionTerms(f"{self.prefix}: overwriting", Max, process_set=self.options.process_set)
             given = [keras.ops.convert_to_tensor(grads[place]) for place in overwriting]
