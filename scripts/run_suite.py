@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -128,6 +129,8 @@ class Outcome:
     """The counts of one part, why it is bad where it is, and the texts of what failed.
 
     ``busy`` is the share of the machine's cores that had work: a part with a small one may get more workers.
+    ``longest`` names the file whose tests took longest, together: where workers take whole files, the part
+    takes as long at least.
     """
 
     name: str
@@ -136,6 +139,7 @@ class Outcome:
     skipped: int = 0
     seconds: float = 0.0
     busy: float = math.nan
+    longest: str = ""
     note: str = ""
     bad: bool = False
     texts: list[str] = field(default_factory=list)
@@ -214,6 +218,7 @@ def count(report: Path, outcome: Outcome) -> None:
         outcome.failed += 1
         outcome.note = outcome.note or "pytest died without a report"
         return
+    seconds: dict[str, float] = defaultdict(float)
     for suite in ElementTree.parse(report).getroot().iter("testsuite"):
         failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
         skipped = int(suite.get("skipped", 0))
@@ -221,11 +226,21 @@ def count(report: Path, outcome: Outcome) -> None:
         outcome.skipped += skipped
         outcome.passed += int(suite.get("tests", 0)) - failed - skipped
         for test in suite.iter("testcase"):
+            seconds[file_of(test)] += float(test.get("time", 0))
             for each in (*test.iter("failure"), *test.iter("error")):
                 lines = (each.text or each.get("message") or "").splitlines()
                 outcome.texts.append(
                     "\n".join([f"{test.get('classname')}::{test.get('name')}", *lines[-SHOWN_LINES:]])
                 )
+    if seconds:
+        length, file = max((length, file) for file, length in seconds.items())
+        outcome.longest = f"{file} {length:.0f} s"
+
+
+def file_of(test: ElementTree.Element) -> str:
+    """Return the name of a test's file: its class name has the packages in front, and a class may follow."""
+    names = test.get("classname", "").split(".")
+    return next((name for name in names if name.startswith("test_")), "")
 
 
 def scope_of(name: str, *, full: bool, rest: bool) -> list[str]:
@@ -261,11 +276,11 @@ def main() -> int:
     for one in outcomes:
         for text in one.texts:
             print(f"\n=== failed in {one.name}: {text.rstrip()}")
-    print(f"\n{'part':<13} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8} {'busy':>5}")
+    print(f"\n{'part':<13} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8} {'busy':>5}  longest")
     for one in outcomes:
         line = f"{one.name:<13} {one.passed:>7} {one.failed:>7} {one.skipped:>8} {one.seconds:>8.1f}"
         busy = "" if math.isnan(one.busy) else f"{one.busy:.0%}"
-        print(f"{line} {busy:>5}  {one.note}".rstrip())
+        print(f"{line} {busy:>5}  {one.note or one.longest}".rstrip())
     sums = [sum(getattr(one, kind) for one in outcomes) for kind in ("passed", "failed", "skipped")]
     print("\n{} passed, {} failed, {} skipped".format(*sums))
     return int(any(one.bad for one in outcomes))
