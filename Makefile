@@ -91,7 +91,7 @@ test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spar
 
 .PHONY: test-rest
 test-rest: all-venvs ## what test-all adds to the parts of test, and its other parts thinned out
-	@$(SUITE) --rest --all
+	@$(SUITE) --rest
 
 .PHONY: test-unit
 test-unit: dev ## the part without MPI (ARGS="-k fusion" goes to pytest, ARGS=--full runs all, in every test target)

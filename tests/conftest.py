@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "slow: takes long for what it finds; `make test` leaves it to `make test-rest`"
     )
+    config.addinivalue_line("markers", "slowest: as slow; `make test-all` alone runs it")
     config.addinivalue_line(
         "markers", "any_mpi: does the same under every MPI; without --full it runs under MPICH alone"
     )
@@ -62,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--full"):
         return
     asked = [item for item in items if not (config.getoption("--second-mpi") and _has(item, "any_mpi"))]
+    asked = [item for item in asked if not _has(item, "slowest")]
     kept = thinning.each_value_once([item for item in asked if not _has(item, "slow")])
     if config.getoption("--rest"):
         kept = {item for item in asked if item not in kept or thinning.is_search(item)}

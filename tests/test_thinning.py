@@ -50,6 +50,9 @@ def test_any_mpi(): pass
 @pytest.mark.slow
 def test_slow(): pass
 
+@pytest.mark.slowest
+def test_slowest(): pass
+
 @given(strategies.integers())
 def test_search(number): pass
 """
@@ -67,5 +70,5 @@ def test_the_rest_is_what_was_left_out_and_the_searches(tmp_path: Path) -> None:
     plain, rest = collected("--second-mpi"), collected("--second-mpi", "--rest")
     assert len(plain) == 3 + 1
     assert plain & rest == {"test_search"}
-    assert plain | rest == collected("--full") - {"test_any_mpi"}
+    assert plain | rest == collected("--full") - {"test_any_mpi", "test_slowest"}
     assert len(plain | rest) == 6 + 2

@@ -35,7 +35,7 @@ def test_the_table_has_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (int(count), int(goal)) == (walk.BOUNDS[name], walk.GOALS[name])
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.timeout(300)  # the first one builds the extensions
 @pytest.mark.skipif(bool(_why_not()), reason=_why_not())
 @pytest.mark.parametrize(

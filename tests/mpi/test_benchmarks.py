@@ -76,7 +76,7 @@ def the_report(folder: Path, question: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @needs_mpi
 @pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("question", QUESTIONS)

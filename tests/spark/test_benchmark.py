@@ -16,7 +16,7 @@ from tests.spark.cluster import ROOT
 _LIMIT_S = 200.0
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.timeout(_LIMIT_S + 20)
 def test_question(tmp_path: Path) -> None:
     pytest.importorskip("pyspark", reason="make test-spark installs it")

@@ -10,7 +10,7 @@ from benchmarks.questions import torchdist
 from tests.mpi.test_benchmarks import LIMIT, needs_mpi, run, the_report
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @needs_mpi
 @pytest.mark.timeout(LIMIT + 20)
 def test_torch_distributed_beside_gloo(tmp_path: Path) -> None:
