@@ -31,7 +31,7 @@ started = time.monotonic()
 
 
 def step(number):
-    n, kind = draw.choice((1, 500, 70_000)), draw.randrange(5)
+    n, kind = draw.choice((1, 500, 70_000)), draw.randrange(8)
     name = f"{{kind}}.{{n}}"
     values = np.arange(n) + rank
     expected = size * np.arange(n) + sum(range(size))
@@ -42,6 +42,14 @@ def step(number):
     elif kind == 2:
         handles = [hvd.allreduce_async(values, op=hvd.Sum, name=f"{{name}}.{{k}}") for k in range(4)]
         assert all((handle.result() == expected).all() for handle in handles)
+    elif kind == 3:
+        assert (hvd.alltoall(np.full((2 * size, n), rank), name=name)[::2, 0] == np.arange(size)).all()
+    elif kind == 4:
+        rows = hvd.reducescatter(np.full((2 * size, n), rank), op=hvd.Sum, name=name)
+        assert rows.shape == (2, n)
+        assert (rows == sum(range(size))).all()
+    elif kind == 5:
+        hvd.barrier()
     else:
         assert (hvd.allreduce(values, op=hvd.Sum, name=name) == expected).all()
 
