@@ -18,10 +18,12 @@ class ElasticRayExecutor:
     ----------
     settings : RaySettings
         Of :meth:`create_settings`.
-    use_gpu, gpus_per_slot : bool, int, optional
-        Whether ranks have GPUs, and how many.
+    use_gpu : bool
+        Whether ranks have GPUs.
     cpus_per_slot : int
         The CPUs of each rank.
+    gpus_per_slot : int, optional
+        The GPUs of each rank; by default 1 with `use_gpu`.
     env_vars : mapping of str to str, optional
         Variables of the ranks.
     override_discovery : bool
