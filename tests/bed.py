@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,6 +307,26 @@ class Bed:
         """End all hosts, and remove the network."""
         for host in (*self.hosts.values(), self.head):
             host.crash()
+
+
+def daemon_environment(without: str) -> dict[str, str]:
+    """Return this process's variables but those with a prefix; what daemons start finds pyhvd."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+    root = str(Path(__file__).resolve().parents[1])
+    return kept | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def start_daemon(
+    host: Host, command: Sequence[str], env: Mapping[str, str], log: Path, stack: ExitStack, seconds: float
+) -> subprocess.Popen[bytes]:
+    """Start a daemon on a host, with its output in a file; the stack ends it, and waits for some seconds."""
+    file = stack.enter_context(log.open("wb"))
+    daemon = subprocess.Popen(
+        host.command(command), env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+    )
+    stack.callback(daemon.wait, seconds)
+    stack.callback(daemon.terminate)
+    return daemon
 
 
 def _bridge(nic: int) -> str:

@@ -62,8 +62,8 @@ def _has(item: pytest.Item, name: str) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    asked = [item for item in items if not (config.getoption("--second-mpi") and _has(item, "any_mpi"))]
-    asked = [item for item in asked if not _has(item, "slowest")]
+    left_out = ["slowest", *(["any_mpi"] if config.getoption("--second-mpi") else [])]
+    asked = [item for item in items if not any(_has(item, mark) for mark in left_out)]
     kept = thinning.each_value_once([item for item in asked if not _has(item, "slow")])
     if config.getoption("--rest"):
         kept = {item for item in asked if item not in kept or thinning.is_search(item)}

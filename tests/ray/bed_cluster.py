@@ -5,14 +5,13 @@ The hosts share files, so each gets a folder of its own for Ray's sockets, mount
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.bed import Bed, Host, bed
+from tests.bed import Bed, Host, bed, daemon_environment, start_daemon
 from tests.ray.conftest import ROOT, STORE
 from tests.waiting import wait_until
 
@@ -38,13 +37,7 @@ class BedCluster:
     def __init__(self, made: Bed, folder: Path, stack: ExitStack) -> None:
         self._bed = made
         self._folder = folder
-        self._env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-            "RAY_AUTH_MODE": "disabled",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
+        self._env = daemon_environment(without="RAY_") | {"RAY_AUTH_MODE": "disabled"}
         self.address = f"{made.head.address}:{_PORT}"
         self._start(
             made.head, stack, "--head", f"--port={_PORT}", "--num-cpus=0", "--include-dashboard=false"
@@ -57,18 +50,10 @@ class BedCluster:
         own.mkdir()
         host.do("mkdir", "-p", str(_RAY))
         host.do("mount", "--bind", str(own), str(_RAY))
-        log = stack.enter_context((self._folder / f"{host.name}.log").open("wb"))
         ray = str(Path(sys.executable).parent / "ray")
         options = [f"--node-ip-address={host.address}", f"--object-store-memory={STORE}"]
-        node = subprocess.Popen(
-            host.command([ray, "start", "--block", "--disable-usage-stats", *options, *arguments]),
-            env=self._env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-        stack.callback(node.wait, 30)
-        stack.callback(node.terminate)
+        command = [ray, "start", "--block", "--disable-usage-stats", *options, *arguments]
+        node = start_daemon(host, command, self._env, self._folder / f"{host.name}.log", stack, 30)
         if "--head" in arguments:
             wait_until(lambda: node.poll() is not None or b"runtime started" in self.log(host), _UP_S)
             assert node.poll() is None, self.log(host).decode()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.bed import Bed, Host, bed, why_not as why_no_bed
+from tests.bed import Bed, Host, bed, daemon_environment, start_daemon, why_not as why_no_bed
 
 ROOT = Path(__file__).resolve().parents[2]
 _TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
@@ -86,14 +86,8 @@ class Cluster:
         self.bed = made
         self.folder = folder
         folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        self._env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
-            "SLURM_CONF": str(folder / "slurm.conf"),
-            "PATH": f"{folders}:/usr/sbin",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
+        own = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{folders}:/usr/sbin"}
+        self._env = daemon_environment(without="SLURM") | own
         self._configure()
         self._start(made.head, stack, "slurmctld", "-D", "-c")
         for host in made.hosts.values():
@@ -122,16 +116,9 @@ class Cluster:
     def _start(self, host: Host, stack: ExitStack, tool: str, *arguments: str) -> None:
         path = _find(tool)
         assert path is not None
-        log = stack.enter_context((self.folder / f"{tool}-{host.name}.out").open("wb"))
-        daemon = subprocess.Popen(
-            host.command(["env", f"--chdir={self.folder}", path, *arguments]),
-            env=self._env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-        stack.callback(daemon.wait, 10)
-        stack.callback(daemon.terminate)
+        command = ["env", f"--chdir={self.folder}", path, *arguments]
+        log = self.folder / f"{tool}-{host.name}.out"
+        start_daemon(host, command, self._env, log, stack, 10)
 
     def call(self, *command: str, check: bool = True) -> str:
         """Run a command of Slurm on the head, in the cluster's folder; return what it prints."""
